@@ -227,3 +227,5 @@ build/torchao/fetched: tests/torchao.lock | .venv/host
 	@rm -rf $(@D)
 	@$(PIP) --no-deps --require-hashes --only-binary :all: --target $(@D) --requirement $<
 	@touch $@
+
+	@cp $< $@

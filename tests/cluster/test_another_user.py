@@ -152,7 +152,8 @@ def test_code_in_planted_checkpoints_is_not_run(sbatch, cluster, sif: Path, othe
     for node in ("n1", "n2"):
         planted = other("apptainer", "exec", str(sif), "python3", "-c", PLANT, node=node)
         assert planted.code == 0, planted.err
-    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", "checkpoint.folder=/tmp/theirs", *SHORT)
+    words = ("launcher=python", "checkpoint.folder=/tmp/theirs", *SHORT)
+    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *words)
     assert ended.code == 78, ended.output
     assert "of user 65534" in "\n".join(ended.result()["cause"]["last_lines"])
     assert not (cluster.shared / "home" / "pwned").exists()
@@ -182,7 +183,9 @@ print(done)
 """
 
 
-@pytest.mark.parametrize("delay", [0.04, 0.2, 0.6])
+@pytest.mark.parametrize(
+    "delay", [pytest.param(0.04, marks=pytest.mark.slow), 0.2, pytest.param(0.6, marks=pytest.mark.slow)]
+)
 def test_a_run_that_is_renamed_while_it_begins(
     sbatch, cluster, sif: Path, root: Path, folder: Path, other, delay: float
 ) -> None:
@@ -197,7 +200,7 @@ def test_a_run_that_is_renamed_while_it_begins(
     attack = threading.Thread(target=lambda: renamed.append(other(*words)))
     attack.start()
     waited(folder / "project" / "ready", attack)
-    command = (f"{root}/slurm/multinode.sh", QUICK, "ranks_per_node=1", "--", "job.py")
+    command = (f"{root}/slurm/multinode.sh", QUICK, "launcher=python", "ranks_per_node=1", "--", "job.py")
     ended = sbatch(*command, workdir="/shared/home/my work", env={"DRAY_RUNS": runs})
     attack.join()
     assert renamed[0].out == "1\n", renamed[0].err
@@ -233,7 +236,13 @@ for path in theirs.rglob("*"):
 
 
 @pytest.mark.parametrize(
-    "verb", [("generate", "x"), pytest.param(("eval",), marks=pytest.mark.slow), ("export",), ("push", "a/b")]
+    "verb",
+    [
+        ("generate", "x"),
+        pytest.param(("eval",), marks=pytest.mark.slow),
+        pytest.param(("export",), marks=pytest.mark.slow),
+        pytest.param(("push", "a/b"), marks=pytest.mark.slow),
+    ],
 )
 def test_code_in_a_run_of_theirs_is_not_run(cluster, sif: Path, root: Path, other, verb: tuple[str, ...]) -> None:
     checkout = f"--bind={root}:{root}:ro"

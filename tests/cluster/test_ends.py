@@ -95,7 +95,7 @@ def test_the_ranks_of_the_other_node_may_save(sbatch, folder: Path, root: Path, 
     """srun kills all nodes with the first one that fails, so that one waits until the others have ended."""
     code = f"""
         if [ "$RANK" = {fails} ]; then until [ -e up ]; do sleep 0.1; done; exit 3; fi
-        trap 'sleep 5; touch saved; exit 1' TERM; touch up; while :; do sleep 0.1; done"""
+        trap 'sleep 2; touch saved; exit 1' TERM; touch up; while :; do sleep 0.1; done"""
     words = [f"{root}/slurm/multinode.sh", "preflight.when=never", "launcher=python", "--", "bash", "-c", code]
     ended = sbatch(*words, workdir=WHERE)
     assert ended.code == 3, ended.output

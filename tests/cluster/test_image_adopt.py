@@ -87,7 +87,13 @@ def test_it_trains_and_runs_commands(adopted, sbatch, short, plain, losses_of) -
 def test_a_job_adopts_it_on_the_way_and_a_changed_file_stops_the_next(theirs, adopted, sbatch, cluster) -> None:
     """Its packages are in build/wheels since this machine adopted it; a compute node has no network."""
     shutil.rmtree(adopted.file.parent)
-    looks = ("--", "python3", "-c", "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    looks = (
+        "launcher=python",
+        "--",
+        "python3",
+        "-c",
+        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])",
+    )
     ended = sbatch("slurm/multinode.sh", f"adopted={SHARED}", *looks)
     assert ended.code == 0, ended.output
     assert "dray: adopted in " in ended.output

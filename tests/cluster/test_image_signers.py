@@ -143,7 +143,13 @@ def test_a_job_starts_a_signed_image_and_no_other(sbatch, cluster, sif: Path, si
     copied = ["bash", "-c", f"cp -r '{PLACE}/keys' '{own}' && apptainer sign --keyidx 0 '{image}'"]
     assert cluster.exec(["chmod", "777", image], user="root").code == 0
     assert cluster.exec(copied, node="n1", env=signed.env).code == 0
-    words = ("slurm/multinode.sh", f'image_signers=["{signed.keys[0]}"]', "preflight.when=never", "ranks_per_node=1")
+    words = (
+        "slurm/multinode.sh",
+        f'image_signers=["{signed.keys[0]}"]',
+        "preflight.when=never",
+        "ranks_per_node=1",
+        "launcher=python",
+    )
     try:
         for keys, code in ((signed.env["APPTAINER_KEYSDIR"], 0), (own, 69)):
             ended = sbatch(*words, "--", "true", env={"APPTAINER_KEYSDIR": keys, "DRAY_IMAGE": image})

@@ -108,7 +108,7 @@ def sif() -> Path:
     return ROOT / "build" / f"dray-{VARIANT}.sif"
 
 
-@pytest.fixture(params=["docker", "sif"])
+@pytest.fixture(params=[pytest.param("docker", marks=pytest.mark.slow), "sif"])
 def seen(request, client, apptainer, sif) -> dict:
     """What LOOK sees inside."""
     if request.param == "docker":

@@ -53,7 +53,7 @@ def way(request, client, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
 
 
-both = pytest.mark.parametrize("way", ["here", "container"], indirect=True)
+both = pytest.mark.parametrize("way", ["here", pytest.param("container", marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture

@@ -20,7 +20,11 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @pytest.mark.parametrize(
     "launcher",
-    [pytest.param("accelerate", marks=pytest.mark.slow), pytest.param("deepspeed", marks=pytest.mark.slow), "python"],
+    [
+        pytest.param("accelerate", marks=pytest.mark.slow),
+        pytest.param("deepspeed", marks=pytest.mark.slow),
+        pytest.param("python", marks=pytest.mark.slow),
+    ],
 )
 def test_every_launcher_trains_the_same(sbatch, plain, losses_of, short, launcher: str) -> None:
     ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", f"launcher={launcher}", *short)
@@ -104,7 +108,7 @@ def test_a_script_that_is_not_there(sbatch, root: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     "launcher",
     [
-        "torchrun",
+        pytest.param("torchrun", marks=pytest.mark.slow),
         pytest.param("accelerate", marks=pytest.mark.slow),
         pytest.param("deepspeed", marks=pytest.mark.slow),
         pytest.param("python", marks=pytest.mark.slow),
@@ -125,7 +129,14 @@ def test_a_rank_that_dies_before_the_first_collective(sbatch, root: Path, folder
 def test_what_was_compiled_on_a_node_is_gone(sbatch, cluster, root: Path, folder: Path) -> None:
     writes = "import os; os.makedirs(os.environ['TRITON_CACHE_DIR']); print(os.environ['TRITON_CACHE_DIR'])"
     ended = sbatch(
-        f"{root}/slurm/multinode.sh", QUICK, "--", "python3", "-c", writes, workdir="/shared/home/my scripts"
+        f"{root}/slurm/multinode.sh",
+        QUICK,
+        "launcher=python",
+        "--",
+        "python3",
+        "-c",
+        writes,
+        workdir="/shared/home/my scripts",
     )
     assert ended.code == 0, ended.output
     scratch = (ended.attempt / "logs" / "rank-0.log").read_text().strip().removesuffix("/triton")
@@ -215,6 +226,7 @@ def test_all_ranks_start_again(sbatch, root: Path, folder: Path, launcher: str) 
     assert "restarts: 1, first after rank 1 on n2: exit code 5\n" in ended.output
 
 
+@pytest.mark.slow
 def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, cluster, root: Path, folder: Path) -> None:
     """Ranks meet at the interface's address, and start from a copy of the image that is gone afterwards."""
     site = cluster.shared / "home" / "my site.toml"

@@ -62,7 +62,8 @@ def test_a_job_uses_it(sbatch, cluster, root: Path, barge: Path) -> None:
     folder = cluster.shared / "home" / "my layer"
     folder.mkdir(exist_ok=True)
     (folder / "use.py").write_text(PROGRAM)
-    words = (f"{root}/slurm/multinode.sh", "preflight.when=never", "ranks_per_node=1", f"layer={NAME}", "--", "use.py")
+    options = ("preflight.when=never", "ranks_per_node=1", "launcher=python", f"layer={NAME}")
+    words = (f"{root}/slurm/multinode.sh", *options, "--", "use.py")
     ended = sbatch(*words, workdir="/shared/home/my layer")
     assert ended.code == 0, ended.output
     cached = "/opt/layer/lib/barge/__pycache__/__init__.cpython-311.pyc"

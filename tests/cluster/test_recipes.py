@@ -14,7 +14,10 @@ from helpers import ROOT
 from trainings import Forks, Run, in_image
 
 SCALED = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml") if "[tiny]" in path.read_text())
-SLOW = ("gpt2-micro-owt", "gpt2-wikitext-zero2-offload", "gpt2-wikitext-zero3", "opt-billions-zero3-offload")
+SLOW = (
+    "gpt2-micro-owt", "gpt2-wikitext-zero2-offload", "gpt2-wikitext-zero3", "gpt2-wikitext-zero3-offload",
+    "opt-billions-zero3-offload",
+)  # fmt: skip
 
 
 def check(recipe: str, plan: Plan, events: Callable[[str], list[dict[str, Any]]], final: Path) -> None:

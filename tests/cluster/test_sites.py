@@ -56,7 +56,7 @@ def test_a_site_of_ones_own_with_binds_staging_and_libraries(sbatch, site, fabri
         "[[binds]]\npath = '/no/flash'\nwhy = 'fast data'\nrequired = false\n"
         + fabric("libcxi.so.1", needed=["libc.so.6"], wants={"libc.so.6": ["GLIBC_2.2.5"]})
     )
-    ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
+    ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "launcher=python", *SHORT)
     assert ended.code == 0, ended.output
     assert ended.metrics("start")[0]["hosts"] == ["n1", "n2"]
     report = json.loads((ended.attempt / "preflight" / "report.json").read_text())
@@ -65,6 +65,7 @@ def test_a_site_of_ones_own_with_binds_staging_and_libraries(sbatch, site, fabri
     assert f"preflight: {ended.result()['preflight']}\n" in ended.output
 
 
+@pytest.mark.slow
 def test_what_is_put_in_is_in_the_library_path_of_ranks(sbatch, site, fabric, root: Path) -> None:
     option = site(fabric("libcxi.so.1"))
     looks = "import os; print(os.path.exists('/.singularity.d/libs/libcxi.so.1'), os.environ['LD_LIBRARY_PATH'])"
@@ -95,7 +96,7 @@ def test_a_library_for_a_newer_glibc_stops_before_a_rank_starts(sbatch, site, fa
     assert not (ended.attempt / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("what", ["bind", "plugin"])
+@pytest.mark.parametrize("what", ["bind", pytest.param("plugin", marks=pytest.mark.slow)])
 def test_what_one_node_alone_lacks(sbatch, site, cluster, what: str) -> None:
     """A site that expects a plugin which a node does not have: a silent fallback, on a real cluster."""
     contents = {

@@ -68,12 +68,14 @@ def test_a_wrong_recipe_stops_before_anything_is_written(sbatch, cluster) -> Non
     assert set((cluster.shared / "runs").glob("[!.]*")) == before
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_come_out_for_the_nodes_given(sbatch) -> None:
     ended = sbatch(*RECIPE, "batch.global_size=9")
     assert ended.code == 78
     assert "dray: global batch 9 is not divisible by 2 ranks" in ended.output
 
 
+@pytest.mark.slow
 def test_no_recipe_and_no_such_recipe(sbatch) -> None:
     assert "dray: there is nothing to run" in sbatch("slurm/multinode.sh").output
     ended = sbatch("slurm/multinode.sh", "recipes/nothing.toml")

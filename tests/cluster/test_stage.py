@@ -20,7 +20,7 @@ digests = [hashlib.file_digest(open(path, "rb"), "sha256").hexdigest() for path 
 modes = [oct(os.stat(path).st_mode & 0o777) for path in copies]
 print(json.dumps([os.environ["APPTAINER_CONTAINER"], copies, digests, modes]))
 """
-WORDS = ("ranks_per_node=1", "preflight.when=never", "--", "python3", "-c", LOOK)
+WORDS = ("ranks_per_node=1", "launcher=python", "preflight.when=never", "--", "python3", "-c", LOOK)
 
 
 @pytest.fixture

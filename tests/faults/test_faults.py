@@ -82,8 +82,7 @@ class Outcomes:
         self.rows: dict[Case, str] = {}
         with ThreadPoolExecutor(AT_ONCE) as pool:
             needed = sorted({case.strategy for case in cases})
-            plain = {strategy: pool.submit(self.undisturbed, strategy) for strategy in needed}
-            self.plain = {strategy: one.result() for strategy, one in plain.items()}
+            self.plain = {strategy: pool.submit(self.undisturbed, strategy) for strategy in needed}
             self.found: dict[Case, Future[None]] = {
                 case: pool.submit(self.disturbed, case) for case in cases if case.fault.name not in ALONE
             }
@@ -121,7 +120,7 @@ class Outcomes:
 
     def same(self, case: Case, run: Running) -> None:
         """Nothing is lost, and nothing is wrong."""
-        losses, weights = self.plain[case.strategy]
+        losses, weights = self.plain[case.strategy].result()
         close = case.fault.close
         seen = run.losses(close)
         assert sorted(seen) == sorted(losses), f"{run}: {sorted(seen)}"

@@ -5,6 +5,7 @@ Both hand on what the real mirror has. Indexes that differ are signed anew, by a
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import lzma
 import re
@@ -96,14 +97,17 @@ class Debian:
         """Put what differs from the real mirror into the two tables."""
         stanzas = {path: self._stanzas(path) for path in self._indexes()}
         now: dict[str, tuple[str, str]] = {}  # the index and the stanza that has the locked file
+        newest: dict[str, tuple[str, str]] = {}  # of locked packages, in the last index that has one
         for path, found in stanzas.items():
-            for stanza in found:
-                locked = self.locked.get(_field(stanza, "Package"))
-                if locked and _field(stanza, "SHA256") == locked.sha256:
+            for stanza in reversed(found):
+                if not (locked := self.locked.get(_field(stanza, "Package"))):
+                    continue
+                newest[locked.name] = (path, stanza)
+                if _field(stanza, "SHA256") == locked.sha256:
                     now[locked.name] = (path, stanza)
         for name in self.locked.keys() - now.keys():
-            path, newest = next((p, s) for p in reversed(stanzas) for s in stanzas[p] if _field(s, "Package") == name)
-            now[name] = (path, self._made(path, newest, self.locked[name].version, self._archive))
+            path, stanza = newest[name]
+            now[name] = (path, self._made(path, stanza, self.locked[name].version, self._archive))
             self.hashes[name] = _field(now[name][1], "SHA256")
         path, stanza = now[self.gone.name]
         newer = self._made(path, stanza, f"{self.gone.version}+stock1", self._mirror)
@@ -127,15 +131,15 @@ class Debian:
 
     def _put(self, table: dict[str, bytes | None], index: str, stanzas: list[str], release) -> None:
         content = "\n\n".join((*stanzas, "")).encode()
-        packed = lzma.compress(content, preset=1)
+        packed = gzip.compress(content, compresslevel=1, mtime=0)
         suite = index.removesuffix(f"/{_PACKAGES}")
         body = re.sub(rf"\n [0-9a-f]+ +\d+ {_PACKAGES}(\.\w+)?(?=\n)", "", _body(self._bytes(f"{suite}/InRelease")))
         body = body.replace("Acquire-By-Hash: yes\n", "")
-        for name, data in ((_PACKAGES, content), (f"{_PACKAGES}.xz", packed)):
+        for name, data in ((_PACKAGES, content), (f"{_PACKAGES}.gz", packed)):
             line = f" {hashlib.sha256(data).hexdigest()} {len(data)} {name}\n"
             body = body.replace("\nSHA256:\n", f"\nSHA256:\n{line}")
             table[f"{suite}/{name}"] = data
-        table[f"{suite}/{_PACKAGES}.gz"] = None
+        table[f"{suite}/{_PACKAGES}.xz"] = None
         table[f"{suite}/InRelease"] = release(body)
 
     def _mirror_release(self, body: str) -> bytes:

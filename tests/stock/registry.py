@@ -55,8 +55,8 @@ def base(suite: str, *, packed: Path, dated: str, mirrors: dict[str, str], key: 
     for name in ("hostname", "resolv.conf"):
         (root / "etc" / name).write_text("")
     layer = folder / f"{suite}.tar.gz"
-    tar = ["tar", "--create", "--gzip", "--file", layer, "--directory", root, "--exclude=./dev/*", "--sort=name", "."]
-    subprocess.run(tar, check=True)
+    argv = ["tar", "--create", "--use-compress-program=gzip --fast", "--file", layer, "--directory", root]
+    subprocess.run([*argv, "--exclude=./dev/*", "--sort=name", "."], check=True)
     shutil.rmtree(root)
     return layer
 
@@ -75,6 +75,8 @@ def bootstrap(suite: str, *, archive: str, keyring: Path, out: Path) -> Path:
     argv = ["mmdebstrap", "--quiet", "--variant=minbase", *(merged if suite == "bookworm" else [])]
     argv += [f"--keyring={keyring}", "--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=force-unsafe-io"]
     argv += ["--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-include=/usr/share/doc/*/copyright"]
+    for of_another_lock in out.parent.glob(f"{suite}-*.tar"):
+        of_another_lock.unlink()
     partial = out.with_suffix(".partial.tar")
     subprocess.run([*argv, suite, partial, "-"], input=given, text=True, check=True, stdout=subprocess.DEVNULL)
     return partial.replace(out)

@@ -122,15 +122,22 @@ def _mirrors() -> dict[str, str]:
 
 
 def _wheel(kept: Path, torch: dict) -> Path:
-    """The vendor's wheel, from where this machine's own pip finds it."""
-    if not list(kept.glob("torch-*.whl")):
+    """The vendor's wheel: of an image that this checkout has built, or from where this machine's own pip finds it."""
+    name = f"{torch['name']}-{torch['version']}-*.whl"
+    folders = (ROOT / "build/wheels", kept)
+    found = [wheel for folder in folders for wheel in folder.glob(name) if _sha256(wheel) in torch["sha256"]]
+    if not found:
         argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(kept)]
         subprocess.run([*argv, f"{torch['name']}=={torch['version']}"], check=True)
-    (wheel,) = kept.glob("torch-*.whl")
-    with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    assert found in torch["sha256"], f"{wheel} has sha256 {found}, and is not the file that image.toml names"
+        found = [*kept.glob(name)]
+    (wheel, *_) = found
+    assert _sha256(wheel) in torch["sha256"], f"{wheel} is not the file that image.toml names"
     return wheel
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _index(path: str, package: str, wheel: Path) -> servers.Answer:

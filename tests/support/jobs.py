@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm
 from helpers import ROOT
 
 APPTAINER = """#!/bin/bash
@@ -38,6 +39,7 @@ if [[ "$1 $2" != "python3 -m" ]]; then # what slurm/adopt.sh asks
 fi
 shift 2
 echo "$(basename "$image") $1 $2" >>"$SEEN"
+[[ "$1" != dray ]] || exec "$PYTHON" -SE "$WARM" "$image.d" "$@"
 exec "$PYTHON" -c '
 import runpy, sys
 sys.prefix, sys.argv = sys.argv[1] + ".d", sys.argv[2:]
@@ -86,13 +88,21 @@ class Job:
         self.tool("apptainer", APPTAINER)
         self.env = {
             "PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(folder), "DRAY_HOME": str(self.home),
-            "PYTHON": sys.executable, "SEEN": str(self.seen), "DRAY_RUNS": str(self.runs), "SLURM_JOB_ID": "17",
-            "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1",
+            "PYTHON": sys.executable, "WARM": str(warm.client()), "SEEN": str(self.seen), "DRAY_RUNS": str(self.runs),
+            "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1",
         }  # fmt: skip
 
     def tool(self, name: str, script: str) -> None:
         (self.bin / name).write_text(script)
         (self.bin / name).chmod(0o755)
+
+    def python(self) -> None:
+        """On the nodes, for an image that the stand-in does not unpack."""
+        quick = f'exec {shlex.join([sys.executable, "-SE", str(warm.client()), sys.prefix])} "$@"'
+        self.tool(
+            "python3",
+            f'#!/bin/sh\n[ "$1 $2" != "-m dray" ] || {{ shift; {quick}; }}\nexec {shlex.quote(sys.executable)} "$@"\n',
+        )
 
     def argv(self, *words: str | Path, plan_only: bool = True) -> list[str | Path]:
         only = (

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from command import dray
 from dray.cli import init as verb
 from dray.config import dray_home
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, DrayError
 from dray.runs import slurm as slurm_commands
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 
 GPUS = "cpu|4|32|(null)\ngpu|8|64|gpu:a100:4(S:0-1)\ndebug|1|64|gpu:a100:2\n"
 Slurm = Callable[..., None]
@@ -110,8 +110,8 @@ def test_the_dry_run_that_it_prints_works_word_for_word(slurm: Slurm, capsys: py
     *_, dry, real = next_(capsys.readouterr().out)
     assert dry == f"{real} --dry-run"
     assert real == "/opt/dray submit recipes/mine.toml --nodes 1 --gpus-per-node 8 --sbatch=--account=project_7"
-    argv = [sys.executable, "-m", "dray", *shlex.split(dry)[1:]]
-    ended = subprocess.run(argv, env={**PYTHON, "DRAY_HOME": str(ROOT)}, capture_output=True, text=True, check=True)
+    ended = dray(*shlex.split(dry)[1:], cwd=Path.cwd())
+    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("sbatch --parsable ")
     assert "--account=project_7" in ended.stdout.splitlines()[0]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from command import dray
 from dray.config.load_toml import validate
 from dray.config.recipe import Recipe
 from dray.config.site import Site
@@ -259,10 +257,7 @@ def test_a_long_text_takes_no_time(part: str) -> None:
     assert time.process_time() - began < 10
 
 
-def test_no_message_of_a_verb_shows_one(root: Path, tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "dray", "plan", "a=b", "recipe", "--", "t.py", f"--token={HF}"],
-        capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "DRAY_HOME": str(root)},
-    )  # fmt: skip
+def test_no_message_of_a_verb_shows_one(tmp_path: Path) -> None:
+    ended = dray("plan", "a=b", "recipe", "--", "t.py", f"--token={HF}", cwd=tmp_path)
     assert ended.returncode == 78
     assert HF not in ended.stdout + ended.stderr

@@ -74,7 +74,7 @@ def of_verbs() -> Iterator[object]:
             for damage in ALL if values else DAMAGES:
                 if damage not in FILES_ALONE:
                     cell = f"{verb}-{name}-{damage}"
-                    marks = () if WRITES or crc32(cell.encode()) % 4 == 0 else pytest.mark.slow
+                    marks = () if WRITES or crc32(cell.encode()) % 8 == 0 else pytest.mark.slow
                     yield pytest.param(verb, name, damage, id=cell, marks=marks)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from command import dray
 from dray import render
 from dray.config import sites
 from dray.config.load_toml import load
@@ -23,7 +24,7 @@ from dray.images import store
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs.prepare import read_recipe
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 from jobs import Job
 
 SLINGSHOT = Fabric(kind="slingshot", transport=("cxi",))
@@ -171,9 +172,7 @@ def test_a_site_file_that_is_wrong(tmp_path: Path, line: str, found: str) -> Non
 
 @pytest.mark.seconds
 def test_slurm_alone_starts_it() -> None:
-    argv = [sys.executable, "-m", "dray", "run", "smoke-cpu", "--engine", "edf"]
-    env = {**PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
-    ended = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = dray("run", "smoke-cpu", "--engine", "edf")
     assert (ended.returncode, ended.stdout) == (78, "")
     assert ended.stderr == (
         "dray: invalid value for '--engine': 'edf' is not one of 'bare', 'docker', 'podman', 'apptainer', "
@@ -215,7 +214,7 @@ class TestTheJob:
         (made.bin / "apptainer").unlink()
         stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "support" / "container_engine.py")])
         made.tool("srun", f'#!/bin/sh\nexec {stand_in} "$@"\n')
-        made.tool("python3", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        made.python()
         (made.home / "build" / "dray-cpu.sqsh").write_bytes(SQUASHFS * 9)
         (tmp_path / "mine.toml").write_text('name = "mine"\nabout = "x"\nengine = "edf"\n')
         made.env["PATH"] = f"{made.bin}:/usr/bin:/bin"

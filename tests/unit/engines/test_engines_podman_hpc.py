@@ -124,7 +124,7 @@ def test_a_job_from_the_plan_to_the_result(tmp_path: Path) -> None:
     stand_in = tmp_path / "podman_hpc.py"
     stand_in.write_text(STAND_IN)
     job.tool("podman-hpc", f'#!/bin/sh\nexec {shlex.join([sys.executable, str(stand_in)])} "$@"\n')
-    job.tool("python3", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    job.python()
     (tmp_path / 'a, "b"').mkdir()
     env = {
         **job.env, "PATH": f"{job.bin}:/usr/bin:/bin", "MY_TOKEN": "x y", "LEAK": "1",

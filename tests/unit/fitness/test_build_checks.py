@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from command import dray
 from dray.contract.findings import Finding
 from dray.fitness import build as builds
 from dray.fitness.build import Build
@@ -354,7 +355,7 @@ class TestCommands:
     @pytest.mark.seconds
     @pytest.mark.parametrize("words", [["image", "build", "gpu"], ["doctor", "--build", "gpu"]])
     def test_an_unknown_variant(self, words: list[str]) -> None:
-        ended = subprocess.run([sys.executable, "-m", "dray", *words], capture_output=True, text=True, check=False)
+        ended = dray(*words)
         assert ended.returncode == 78
         assert (
             f"there is no image gpu\n  fix:    make image-cpu; the images are {', '.join(VARIANTS)}\n" in ended.stderr

@@ -245,7 +245,15 @@ class TestStarted:
 
     @pytest.mark.seconds
     @pytest.mark.parametrize(
-        "script", ["exit 1", "echo text", "echo 5", "echo '{}'", "kill -9 $$", "echo ImportError >&2; exit 2"]
+        "script",
+        [
+            "exit 1",
+            "echo text",
+            pytest.param("echo 5", marks=pytest.mark.slow),
+            pytest.param("echo '{}'", marks=pytest.mark.slow),
+            pytest.param("kill -9 $$", marks=pytest.mark.slow),
+            pytest.param("echo ImportError >&2; exit 2", marks=pytest.mark.slow),
+        ],
     )
     def test_a_python_that_says_nothing(self, checkout, image, script):
         assert refusal(checkout, image(script)).problem == "the image does not start"

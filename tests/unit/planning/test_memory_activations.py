@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -73,9 +74,16 @@ def both(raw: dict[str, Any], length: int, way: str, **more: Any) -> tuple[dict[
     return found, formula
 
 
+def of_ways() -> Iterator[object]:
+    """Each model in one way, and two in all: the others on their day."""
+    for kind in MODELS:
+        for way in WAYS:
+            marks = () if way == "ddp" or kind in ("gpt2", "llama") else pytest.mark.slow
+            yield pytest.param(kind, way, id=f"{kind}-{way}", marks=marks)
+
+
 @pytest.mark.seconds
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), [*of_ways()])
 def test_the_formula_is_what_the_model_keeps(kind: str, way: str) -> None:
     """To 15 %; the old one, of 34 bytes, was off by half."""
     for length in (128, 1024):
@@ -117,7 +125,7 @@ def parameters(raw: dict[str, Any], **more: Any) -> dict[str, int]:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("tied", [None, True, False])
+@pytest.mark.parametrize("tied", [None, True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_formula_has_the_model_s_parameters(kind: str, tied: bool | None) -> None:
     """To the last one, norms and biases too. A tied one counts once."""
     raw = configuration(kind) | ({} if tied is None else {"tie_word_embeddings": tied})

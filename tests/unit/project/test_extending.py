@@ -63,9 +63,8 @@ def test_the_page_adds_one_of_each() -> None:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("name", [name for name in TESTS if name not in TRAIN])
-def test_an_addition(name: str, checkout: Path) -> None:
-    run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", name)
+def test_additions(checkout: Path) -> None:
+    run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(name for name in TESTS if name not in TRAIN))
 
 
 @pytest.mark.slow

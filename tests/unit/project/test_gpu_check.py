@@ -351,6 +351,7 @@ def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_pat
         assert time.monotonic() < deadline, "what a part has started ends with it"
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_a_machine_without_a_gpu_is_told_what_to_type(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")

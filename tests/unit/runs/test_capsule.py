@@ -6,11 +6,11 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from capsules import begun, nodes, steps
 from dray.contract import hardware, run_folder
 from dray.contract.findings import ConfigError
@@ -159,10 +159,7 @@ def test_code_of_another_user_or_of_nobody(code: Path, tmp_path: Path, monkeypat
 @pytest.mark.seconds
 def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
     block = bash_blocks(section("compare.md", "# Compare runs"))
-    program = tmp_path / "bin" / "dray"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
-    program.chmod(0o755)
+    program = warm.program(tmp_path / "bin" / "dray")
     env = {**PYTHON, "PATH": f"{program.parent}:{os.environ['PATH']}", "RUN": str(paths.run)}
     subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=env, check=True, capture_output=True, timeout=60)
     assert (tmp_path / "run.tar.gz").exists()

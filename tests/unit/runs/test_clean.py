@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import command
+import warm
 from dray.contract import processes
 from dray.facts import Facts
 from dray.runs import clean
@@ -168,8 +170,7 @@ def test_the_runs_of_a_tuning_are_runs(tmp_path: Path) -> None:
 
 
 def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "dray", "clean", *words]
-    return subprocess.run(argv, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    return command.dray("clean", *words, cwd=cwd)
 
 
 @pytest.mark.seconds
@@ -221,12 +222,9 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     facts = {"nodelist": "node[1-2]", "nodes": 2}
     paths = begun(tmp_path / "runs", "mine", "nodes=2", **facts)
     paths.process.write_text(json.dumps(processes.mark(os.getpid())))
-    program = tmp_path / "bin"
-    program.mkdir()
-    (program / "dray").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
+    program = warm.program(tmp_path / "bin" / "dray").parent
     (program / "nvidia-smi").write_text("#!/bin/sh\necho a GPU\n")
-    for tool in program.iterdir():
-        tool.chmod(0o755)
+    (program / "nvidia-smi").chmod(0o755)
     env = {**os.environ, "PATH": f"{program}:{os.environ['PATH']}", "RUN": str(paths.run)}
     script = block.replace('stop "$RUN"', 'stop "$RUN" --no-wait')
     done = subprocess.run(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from command import dray
 from dray import render
 from dray.contract import processes
 from dray.contract.findings import ConfigError
@@ -194,12 +195,9 @@ def test_a_bare_run_and_no_terminal(tmp_path: Path) -> None:
     facts = {"scheduler": "local", "job": 0, "engine": "bare", "image": sys.executable, "nodelist": "node1", "nodes": 1}
     paths = begun(tmp_path, **facts)
     paths.process.write_text(json.dumps(processes.mark(os.getpid())))
-    argv = [sys.executable, "-m", "dray", "enter", str(paths.run)]
-    ended = subprocess.run(
-        [*argv, "--", "sh", "-c", 'echo "$OMP_NUM_THREADS"; exit 7'], capture_output=True, text=True, check=False
-    )
+    ended = dray("enter", paths.run, "--", "sh", "-c", 'echo "$OMP_NUM_THREADS"; exit 7')
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "1\n", "")
-    ended = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    ended = dray("enter", paths.run)
     assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, "dray: a shell needs a terminal")
 
 
@@ -246,8 +244,7 @@ def test_jupyterlab_on_a_terminal(tmp_path: Path) -> None:
 def test_no_token_goes_into_a_file(tmp_path: Path) -> None:
     """JupyterLab prints it, and others may read the file: they would have a shell as this user."""
     paths = here(tmp_path)
-    argv = [sys.executable, "-m", "dray", "enter", "--jupyter", str(paths.run)]
-    ended = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+    ended = dray("enter", "--jupyter", paths.run)
     problem = "dray: JupyterLab, whose token only you may see, needs a terminal"
     assert (ended.returncode, ended.stdout, ended.stderr.splitlines()[0]) == (78, "", problem)
 

@@ -185,7 +185,14 @@ def test_a_disk_that_is_full(root: Path, full: Path) -> None:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize(
+    "closed",
+    [
+        "<&- >&- 2>&-",
+        ">/dev/full 2>/dev/full",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", ">&-", "2>&-", ">/dev/full")),
+    ],
+)
 def test_streams_that_are_closed_or_full(paths: RunPaths, closed: str) -> None:
     line = f'exec "{sys.executable}" -m dray finish "$0" --code 143 --stopped {closed}'
     done = subprocess.run(["bash", "-c", line, paths.folder], capture_output=True, timeout=60, check=False)
@@ -359,10 +366,8 @@ def test_slurm_has_signalled_the_nodes_alone(
     if record:
         found = {"time": 10.0, "node": "n1", "rank": 1, "code": 9, "why": "exit code 9", "log": "l", "last_lines": []}
         (paths.failures / "rank-1.json").write_text(json.dumps(found))
-    argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", "135"]
-    subprocess.run(
-        argv, input=f"JobId=17 {told} BatchFlag=1\n" if told else "", text=True, capture_output=True, check=False
-    )
+    text = f"JobId=17 {told} BatchFlag=1\n" if told else ""
+    dray("finish", paths.folder, "--code", "135", stdin=text.encode())
     result = json.loads(paths.result.read_text())
     assert (result["status"], result["reason"]) == ended
 

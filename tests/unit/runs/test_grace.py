@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from command import dray
 from dray.config import sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
@@ -24,7 +23,7 @@ from dray.runs.prepare import decide, read_recipe, write
 from dray.runs.result import Result, summary
 from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 
 # As Slurm 24.11 prints it, in part.
 CONFIG = """Configuration data as of 2026-11-24T22:00:00
@@ -324,9 +323,8 @@ class TestAfter:
     def test_dray_finish_knows_the_plan_s(self, tmp_path: Path) -> None:
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["grace_s=600"])
         _, paths = write(recipe, JOB, runs=tmp_path)
-        argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", "75", "--stopped"]
         text = b"signal=USR1 at=1000 end=1650\nJobId=17 JobState=RUNNING Reason=None\n"
-        subprocess.run(argv, input=text, env=PYTHON, capture_output=True, check=False)
+        dray("finish", paths.folder, "--code", "75", "--stopped", stdin=text)
         result = json.loads(paths.result.read_text())
         assert result["reason"] == "the time limit"
 

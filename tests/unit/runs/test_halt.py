@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from command import dray
 from dray.contract import processes
 from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts
@@ -325,8 +326,7 @@ class TestHere:
 @pytest.mark.parametrize("words", [[], [""]])
 def test_without_a_run(tmp_path: Path, words: list[str]) -> None:
     """It stops nothing: the newest run may be another than the one that is meant."""
-    argv = [sys.executable, "-m", "dray", "stop", *words, "--runs", str(tmp_path)]
-    ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+    ended = dray("stop", *words, "--runs", tmp_path)
     assert (ended.returncode, ended.stdout) == (78, "")
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,6 +15,7 @@ import pytest
 
 import browser
 import command
+import warm
 from damage import RECORD
 from dray.contract.findings import ConfigError, duration
 from dray.facts import Facts
@@ -381,10 +381,7 @@ def test_a_report_is_replaced(tmp_path: Path) -> None:
 def test_the_commands_of_its_page(tmp_path: Path) -> None:
     folder = resumed(tmp_path)
     block = bash_blocks(section("runs.md", "## Report"))
-    program = tmp_path / "bin" / "dray"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
-    program.chmod(0o755)
+    program = warm.program(tmp_path / "bin" / "dray")
     env = {
         **PYTHON,
         "PATH": f"{program.parent}:{os.environ['PATH']}",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from command import dray
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
@@ -331,15 +332,10 @@ def test_records_of_a_run_that_ended_well_are_no_cause(root: Path, tmp_path: Pat
 @pytest.mark.seconds
 @pytest.mark.parametrize("given", [("--sbatch=--account=p1",), ("--sbatch=-Ap1",), ("SBATCH_ACCOUNT",)])
 def test_a_cluster_that_wants_an_account_is_told_one(root: Path, tmp_path: Path, given: tuple[str, ...]) -> None:
-    env = {**os.environ, "DRAY_HOME": str(root), "HOME": "/nonexistent"}
     words = ["recipes/smoke-cpu.toml", "--site", "lumi", "--dry-run", "--runs", tmp_path, "batch.global_size=16"]
 
     def submitted(*more: str, **account: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "dray", "submit", *words, *more],
-            cwd=root, env={**env, "DRAY_IMAGE": str(root / "Makefile"), **account}, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
+        return dray("submit", *words, *more, DRAY_IMAGE=str(root / "Makefile"), **account)
 
     said = {given[0]: "p1"} if given[0].isupper() else {}
     assert submitted(*(() if said else given), **said).returncode == 0
@@ -364,11 +360,7 @@ def test_an_image_of_another_variant_is_not_queued(root: Path, tmp_path: Path, m
         variant="rocm", dray="0", base="x", inputs=digest, epoch=0, tools={}, sif=records.File(sha256=digest, size=0)
     )
     records.path_for(file).write_text(known.model_dump_json())
-    ended = subprocess.run(
-        [sys.executable, "-m", "dray", "submit", "recipes/smoke-cpu.toml", "--dry-run"], cwd=root,
-        env={**PYTHON, "HOME": str(tmp_path), "DRAY_IMAGE": str(file)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    ended = dray("submit", "recipes/smoke-cpu.toml", "--dry-run", HOME=str(tmp_path), DRAY_IMAGE=str(file))
     assert ended.returncode == 78
     assert "wanted: cpu\n  found:  rocm\n  fix:    image=rocm; or unset DRAY_IMAGE, or" in ended.stderr
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -388,15 +380,9 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
     image.write_bytes(b"hsqs")
     site = tmp_path / "mine.toml"
     site.write_text('name = "mine"\nabout = "x"\nsbatch = ["--partition=gpu", "--comment=a b"]\n')
-    env = {
-        **os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}",
-        "SEEN": str(tmp_path), "DRAY_IMAGE": str(image), "DRAY_HOME": str(root),
-    }  # fmt: skip
+    env = {"PATH": f"{tool.parent}:{os.environ['PATH']}", "SEEN": str(tmp_path), "DRAY_IMAGE": str(image)}
     words = ["--runs", runs, "--site", "mine.toml", "--nodes", "4", "--sbatch=--time=10", "batch.global_size=32"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "dray", "submit", root / "recipes" / "smoke-cpu.toml", *words],
-        cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    ended = dray("submit", root / "recipes" / "smoke-cpu.toml", *words, cwd=tmp_path, **env)
     assert ended.returncode == 0, ended.stderr
     (folder,) = runs.glob("[!.]*")
     assert ended.stdout == f"job 42 is in the queue\nrun folder: {folder}\n"
@@ -420,25 +406,19 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_a_job_that_slurm_refuses_leaves_no_folder(root: Path, tmp_path: Path) -> None:
+def test_a_job_that_slurm_refuses_leaves_no_folder(tmp_path: Path) -> None:
     tool = tmp_path / "bin" / "sbatch"
     tool.parent.mkdir()
     tool.write_text("#!/bin/bash\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
     tool.chmod(0o755)
     (tmp_path / "i.sif").write_bytes(b"hsqs")
-    env = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "DRAY_IMAGE": str(tmp_path / "i.sif")}
-    ended = subprocess.run(
-        [sys.executable, "-m", "dray", "submit", "recipes/smoke-cpu.toml", "--runs", tmp_path / "runs"],
-        cwd=root, env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    env = {"PATH": f"{tool.parent}:{os.environ['PATH']}", "DRAY_IMAGE": str(tmp_path / "i.sif")}
+    ended = dray("submit", "recipes/smoke-cpu.toml", "--runs", tmp_path / "runs", **env)
     assert ended.returncode == 1
     assert "found:  sbatch: error: invalid account" in ended.stderr
     assert list((tmp_path / "runs").iterdir()) == []
     tool.unlink()
-    ended = subprocess.run(
-        [sys.executable, "-m", "dray", "submit", "recipes/smoke-cpu.toml", "--runs", tmp_path / "runs"],
-        cwd=root, env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    ended = dray("submit", "recipes/smoke-cpu.toml", "--runs", tmp_path / "runs", **env)
     assert ended.returncode == 69
     assert "fix:    submit on a login node of the cluster; without Slurm use dray run or make cluster\n" in ended.stderr
 

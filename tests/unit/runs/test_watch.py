@@ -6,7 +6,6 @@ import calendar
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import warm
 from damage import DAMAGES, damaged
 from dray.cli import logs, runs, status, times, top
 from dray.contract.findings import ConfigError
@@ -732,13 +732,14 @@ def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: py
 
 
 @pytest.mark.seconds
-def test_the_commands_of_its_page(talks: RunPaths) -> None:
+def test_the_commands_of_its_page(talks: RunPaths, tmp_path: Path) -> None:
     """As a user types them, in a pipe."""
     stopped(talks)
-    lines = bash_blocks(section("runs.md", "# Runs", "## Watch")).splitlines()
-    assert len(lines) == 7
-    script = "\n".join(line.replace("dray", f"{shlex.quote(sys.executable)} -m dray", 1) for line in lines)
-    env = {**PYTHON, "HOME": str(talks.run), "DRAY_RUNS": str(talks.run.parent), "RUN": "min"}
+    script = bash_blocks(section("runs.md", "# Runs", "## Watch"))
+    assert script.count("\n") == 7
+    program = warm.program(tmp_path / "bin" / "dray")
+    path = f"{program.parent}:{os.environ['PATH']}"
+    env = {**PYTHON, "PATH": path, "HOME": str(talks.run), "DRAY_RUNS": str(talks.run.parent), "RUN": "min"}
     done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
     assert done.stdout.count("mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)") == 2

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from command import dray
 from dray.cli import status
 from dray.facts import Facts
 from dray.runs.finish import finish
@@ -19,7 +18,7 @@ from dray.runs.slurm import Job
 from dray.runs.status import State, Watched
 from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 from slurms import Slurm
 
 FACTS = Facts(
@@ -39,10 +38,9 @@ def aged(path: Path, seconds: float) -> None:
 @pytest.mark.hostile("streams")
 def test_no_error_sends_an_escape_sequence_to_the_terminal(tmp_path: Path) -> None:
     """A folder's name, or a plan's text, may be a stranger's."""
-    argv = [sys.executable, "-m", "dray", "status", str(tmp_path / "\x1b]0;x\x07")]
-    ended = subprocess.run(argv, env={**os.environ, **PYTHON}, capture_output=True, check=False, timeout=60)
-    assert b"\x1b" not in ended.stdout + ended.stderr
-    assert r"\u001b]0;x\u0007" in (ended.stdout + ended.stderr).decode()
+    ended = dray("status", tmp_path / "\x1b]0;x\x07")
+    assert "\x1b" not in ended.stdout + ended.stderr
+    assert r"\u001b]0;x\u0007" in ended.stdout + ended.stderr
 
 
 def test_slurm_has_no_reason_yet() -> None:

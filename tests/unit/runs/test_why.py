@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import command
+import warm
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
@@ -104,10 +105,7 @@ def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
     finish(paths, code=1)
     text = section("runs.md", "## Why it failed")
     block = bash_blocks(text)
-    program = tmp_path / "bin" / "dray"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
-    program.chmod(0o755)
+    program = warm.program(tmp_path / "bin" / "dray")
     env = {**PYTHON, "PATH": f"{program.parent}:{os.environ['PATH']}", "RUN": str(paths.run)}
     subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=env, check=True, capture_output=True, timeout=60)
     assert (tmp_path / "report.tar.gz").exists()
@@ -194,8 +192,7 @@ class TestStates:
         assert dray(run, out, "--bundle", PATH=os.environ["PATH"]).returncode == 0
         with tarfile.open(out) as packed:
             assert {"job-17.log", "why.txt"} <= {name.rpartition("/")[2] for name in packed.getnames()}
-        argv = [sys.executable, "-m", "dray", "report", str(run)]
-        refused = subprocess.run(argv, env=PYTHON, cwd=tmp_path, capture_output=True, text=True, check=False)
+        refused = command.dray("report", run, cwd=tmp_path)
         assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: the run has no such attempt")
 
     def test_a_job_that_waits_for_its_first_attempt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +205,7 @@ class TestStates:
     @pytest.mark.seconds
     @pytest.mark.parametrize("verb", ["why", "status", "stop", "report"])
     def test_an_attempt_that_there_is_not(self, paths: RunPaths, verb: str) -> None:
-        argv = [sys.executable, "-m", "dray", verb, str(paths.run / "attempt-9")]
-        refused = subprocess.run(argv, env=PYTHON, cwd=paths.run, capture_output=True, text=True, check=False)
+        refused = command.dray(verb, paths.run / "attempt-9", cwd=paths.run)
         assert refused.returncode == 78
         assert refused.stderr == (
             f"dray: the run has no such attempt\n  where:  {paths.run}/attempt-9\n  wanted: attempt-1\n"
