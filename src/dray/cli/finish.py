@@ -24,10 +24,13 @@ def finish(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     code: Annotated[int, typer.Option(min=0, max=255, help="Exit code of the step that started the nodes.")],
     stopped: Annotated[bool, typer.Option(help="The run was stopped.")] = False,
+    url_file: Annotated[
+        Path | None, typer.Option("--webhook", help="File with the URL of whom to tell how the run ended.")
+    ] = None,
 ) -> None:
     """Write result.json, print how the run ended, and end with the run's exit code.
 
-    Standard input has what Slurm and the job's script know of the job, and `webhook=URL`.
+    Standard input has what Slurm and the job's script know of the job.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # what stopped the run may be sent again
@@ -43,7 +46,7 @@ def finish(
         sys.stdout.reconfigure(errors="replace")
     with suppress(OSError):  # a full disk or a closed pipe; the exit code still tells
         print(text := summary(result, paths))
-        url = fields.get("webhook")
+        url = webhook.read(url_file) if url_file else ""
         if url and (failed := webhook.tell(url, result, text)):
             print(f"warning: {failed}")
     raise typer.Exit(result.exit_code)
