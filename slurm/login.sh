@@ -69,7 +69,7 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   engine::forget
   unset "${!SQUEUE_@}" # squeue would hide jobs
   job::hub
-  trap '[[ -z "$server" ]] || kill -- "-$server" 2>/dev/null; rm -rf -- "$relay" "$made"' EXIT
+  trap '[[ -z "$server" ]] || kill -- "-$server" 2>/dev/null || true; rm -rf -- "$relay" "$made"' EXIT
   login::relay
   if [[ -z "$folder" ]]; then
     exec </dev/null # no connection ends here, and Ctrl-C reaches the verb itself

@@ -15,7 +15,7 @@ plan::last() { # sets given_image to that of the run's last attempt, if the user
   plan="$(printf '%s\n' "$runs/${given_run##*/}"/attempt-*/plan.json | sort --version-sort | tail --lines=1)"
   # Another user's plan names any image. The planner refuses that of a run that is not this user's.
   [[ -O "$plan" && " ${settings[*]} " != *" image="* && " ${settings[*]} " != *" adopted="* ]] || return 0
-  [[ ! "$(<"${plan%/*}/facts.txt")" =~ $named ]] || given_image="${BASH_REMATCH[1]}"
+  [[ ! "$(cat "${plan%/*}/facts.txt" 2>/dev/null)" =~ $named ]] || given_image="${BASH_REMATCH[1]}"
 }
 
 plan::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants

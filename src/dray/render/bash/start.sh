@@ -18,9 +18,9 @@ node::start() { # COMMAND...
   started=$!
   set +m
   # Until the child is the engine, it is a copy of this bash, whose handler would take a signal that nobody looks at later.
-  while [[ "$(<"/proc/$started/cmdline")" == "$(<"/proc/$$/cmdline")" ]]; do
+  while [[ "$(cat "/proc/$started/cmdline")" == "$(cat "/proc/$$/cmdline")" ]]; do
     sleep 0.01 # the disk with the engine's program may be slow
-  done 2>/dev/null # of the NULs
+  done 2>/dev/null # it may have ended
   engine=$started
   [[ -z "$early" ]] || node::heard "$early"
   while kill -0 "$engine" 2>/dev/null; do # a signal ends the wait, and not the engine
