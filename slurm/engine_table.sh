@@ -3,8 +3,8 @@
 # shellcheck disable=SC2034,SC2054,SC2154,SC2207
 
 readonly -a engine__names=(apptainer singularity pyxis edf podman-hpc)
-# Of each engine: the suffix of its usual image, the kinds of image that it starts, what its store puts before a name, and
-# the characters that no path of a mount has.
+# The suffix of its usual image, the kinds of image that it starts, what its store puts before a name, and the
+# characters that no path of a mount has.
 readonly -A engine__suffix=([apptainer]='sif' [singularity]='sif' [pyxis]='sqsh' [edf]='sqsh' [podman-hpc]='sqsh')
 readonly -A engine__formats=([apptainer]='sif squashfs' [singularity]='sif squashfs' [pyxis]='squashfs' [edf]='squashfs' [podman-hpc]='')
 readonly -A engine__store=([apptainer]='' [singularity]='' [pyxis]='' [edf]='' [podman-hpc]='localhost/')
