@@ -222,10 +222,8 @@ torch-versions: build/torch/fetched build/torchao/fetched ## Fetch torch as othe
 build/torch/fetched: tests/torch.lock | .venv/host
 	@grep '^torch==' $< | while read -r pin; do $(BIN)/python -m pip download -qq --no-deps --require-hashes \
 	  --only-binary :all: --platform macosx_14_0_arm64 --python-version 3.11 --dest $(@D) -r <(echo "$$pin") || exit; done
-	@touch $@
+	@cp $< $@
 build/torchao/fetched: tests/torchao.lock | .venv/host
 	@rm -rf $(@D)
 	@$(PIP) --no-deps --require-hashes --only-binary :all: --target $(@D) --requirement $<
-	@touch $@
-
 	@cp $< $@

@@ -3,18 +3,12 @@
 # shellcheck disable=SC2034,SC2054,SC2154,SC2207
 
 readonly -a engine__names=(apptainer singularity pyxis edf podman-hpc)
-
-# Sets `suffix`, of the usual image; `formats`, the kinds of image that it starts; `store`, what its store puts before a
-# name; and `never`, the characters that no path of a mount has.
-engine::traits() {
-  case "$engine" in
-    apptainer) suffix=sif formats='sif squashfs' store='' never='' ;;
-    singularity) suffix=sif formats='sif squashfs' store='' never='' ;;
-    pyxis) suffix=sqsh formats='squashfs' store='' never=',:' ;;
-    edf) suffix=sqsh formats='squashfs' store='' never=',:$' ;;
-    podman-hpc) suffix=sqsh formats='' store='localhost/' never='' ;;
-  esac
-}
+# The suffix of its usual image, the kinds of image that it starts, what its store puts before a name, and the
+# characters that no path of a mount has.
+readonly -A engine__suffix=([apptainer]='sif' [singularity]='sif' [pyxis]='sqsh' [edf]='sqsh' [podman-hpc]='sqsh')
+readonly -A engine__formats=([apptainer]='sif squashfs' [singularity]='sif squashfs' [pyxis]='squashfs' [edf]='squashfs' [podman-hpc]='')
+readonly -A engine__store=([apptainer]='' [singularity]='' [pyxis]='' [edf]='' [podman-hpc]='localhost/')
+readonly -A engine__never=([apptainer]='' [singularity]='' [pyxis]=',:' [edf]=',:$' [podman-hpc]='')
 
 engine::argv() { # sets `argv`, which starts a program in the image
   case "$engine" in

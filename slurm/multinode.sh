@@ -13,17 +13,15 @@
 set -euo pipefail
 
 # Inside an salloc this is the checkout's own file. sbatch runs a copy from Slurm's spool: the job's record has its place.
-script="${DRAY_HOME:+$DRAY_HOME/slurm/multinode.sh}"
-script="${script:-$(realpath -- "${BASH_SOURCE[0]}")}"
-[[ -n "${DRAY_HOME:-}" || -f "${script%/*}/lib.sh" ]] ||
+script="$(realpath -- "${BASH_SOURCE[0]}")"
+if [[ -z "${DRAY_HOME:-}" && ! -f "${script%/*}/job.sh" ]]; then
   script="$(scontrol show job "${SLURM_JOB_ID:?submit this with sbatch}" | sed -n 's/^ *Command=//p')"
-[[ "$script" == /* ]] || script="${SLURM_SUBMIT_DIR:-$PWD}/$script" # Slurm records a path as it was typed
-DRAY_HOME="$(realpath --canonicalize-missing --no-symlinks -- "${script%%slurm/multinode.sh*}")"
-if [[ ! -f "$DRAY_HOME/slurm/lib.sh" ]]; then
+  [[ "$script" == /* ]] || script="${SLURM_SUBMIT_DIR:-$PWD}/$script" # Slurm records a path as it was typed
+fi
+DRAY_HOME="$(realpath --canonicalize-missing --no-symlinks -- "${DRAY_HOME:-${script%%/slurm/multinode.sh*}}")"
+if [[ ! -f "$DRAY_HOME/slurm/job.sh" ]]; then
   echo "dray: there is no checkout of dray at $DRAY_HOME: export DRAY_HOME=CHECKOUT before sbatch" >&2
   exit 78
 fi
-export DRAY_HOME
-# shellcheck source=slurm/lib.sh
-source "$DRAY_HOME/slurm/lib.sh"
-lib::main "$@"
+source "$DRAY_HOME/slurm/job.sh"
+job::main "$@"

@@ -1,51 +1,38 @@
 #!/usr/bin/env bash
-# Sourced by slurm/lib.sh: what a job plans, and all else that runs in the image outside of the nodes' own start.
+# Sourced by slurm/job.sh: what a job plans, and all else that runs in the image outside of the nodes' own start.
 # The planning itself runs inside the image (docs/adr/0001-planning-runs-inside-the-image.md).
-# It uses what lib::main has set, and sets what it says.
+# It uses what job::main has set, and sets what it says.
 # shellcheck disable=SC2154
 
 plan::unknown() { # KEY VALUE
-  lib::die 78 "the planner gives an unknown answer" "where:  $image" "found:  $(printf '%q' "$1=$2")" \
+  job::die 78 "the planner gives an unknown answer" "where:  $image" "found:  $(printf '%q' "$1=$2")" \
     "fix:    use an image and a checkout of the same version of dray"
 }
 
-plan::last() { # neither a recipe nor a command is given: the run's last plan has both; sets given_image to its image
-  local file plan="" number
-  for number in "${!settings[@]}"; do
-    [[ "${settings[number]}" == *=* ]] || lib::die 78 "there is nothing to run: a program stands in the place of a setting" \
-      "wanted: [key=value ...] -- COMMAND ..." "found:  ${settings[number]}" \
-      "fix:    put -- before it:$(printf ' %q' sbatch slurm/multinode.sh "${settings[@]:0:number}" -- "${settings[@]:number}")"
-  done
-  [[ -z "$given_run" ]] || plan="$(printf '%s\n' "$runs/${given_run##*/}"/attempt-*/plan.json | sort --version-sort | tail --lines=1)"
-  [[ -f "$plan" ]] || lib::die 78 "there is nothing to run" ${given_run:+"where:  $runs/${given_run##*/}, which has no plan"} \
-    "wanted: RECIPE [key=value ...], or [key=value ...] -- COMMAND ..., or --run=NAME of a run that is there" \
-    "fix:    sbatch slurm/multinode.sh recipes/smoke-cpu.toml"
+plan::last() { # sets given_image to that of the run's last attempt, if the user named it: the run goes on in it
+  local -r named=$'\nimage=([^\n]+)\nimage_given=1\n'
+  local plan
+  plan="$(printf '%s\n' "$runs/${given_run##*/}"/attempt-*/plan.json | sort --version-sort | tail --lines=1)"
   # Another user's plan names any image. The planner refuses that of a run that is not this user's.
-  [[ -z "$given_image" && -O "$plan" && " ${settings[*]} " != *" image="* && " ${settings[*]} " != *" adopted="* ]] || return 0
-  file="$(sed -n 's/^image=//p' "${plan%/*}/facts.txt")" || true
-  [[ ! -f "$file" || "$file" -ef "$DRAY_HOME/build/$(basename -- "$file")" ]] || given_image="$file"
+  [[ -O "$plan" && " ${settings[*]} " != *" image="* && " ${settings[*]} " != *" adopted="* ]] || return 0
+  [[ ! "$(cat "${plan%/*}/facts.txt" 2>/dev/null)" =~ $named ]] || given_image="${BASH_REMATCH[1]}"
 }
 
 plan::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
-  # shellcheck disable=SC2034 # engine::traits sets all that it knows
-  local setting variant=cpu adopted="" name formats suffix store never
-  engine::traits
+  local -r suffix="${engine__suffix["$engine"]}"
+  local setting variant=cpu adopted="" name
   [[ -z "$recipe" ]] || adopted="$(sed -n 's/^adopted *= *"\([^"]*\)".*/\1/p' "$recipe" | head --lines=1)"
   for setting in "$@"; do
     [[ "$setting" != image=* || " ${engine__variants[*]} " != *" ${setting#image=} "* ]] || variant="${setting#image=}"
     [[ "$setting" != adopted=* ]] || adopted="${setting#adopted=}"
   done
-  if [[ -z "$given_image" && "$suffix" == sif && -n "$adopted" ]]; then
-    engine::image "$adopted"
-    return
-  fi
-  if [[ -z "$given_image" && -n "$formats" && ! -f "$DRAY_HOME/build/dray-$variant.$suffix" ]]; then
-    for name in "${engine__variants[@]}"; do
+  if [[ "$suffix" == sif && -n "$adopted" ]]; then
+    variant="$adopted"
+  elif [[ -z "$given_image" && -n "${engine__formats["$engine"]}" ]]; then
+    for name in "$variant" "${engine__variants[@]}"; do
       [[ ! -f "$DRAY_HOME/build/dray-$name.$suffix" ]] || { engine::image "$name"; return; }
     done
-    name=""
-    [[ "$suffix" != sif ]] || read -r name < <(adopt::names) || true
-    variant="${name:-$variant}"
+    [[ "$suffix" == sif ]] && read -r name < <(adopt::names) && variant="$name"
   fi
   engine::image "$variant"
 }
@@ -53,13 +40,9 @@ plan::guess() { # [key=value ...]: an image to plan in; the planner says which o
 plan::inside() { # COMMAND...: run in the image, which sees the checkout, the recipe's folder and what the run keeps
   local -a folders=("$DRAY_HOME")
   local folder
-  [[ ! -f "$site" ]] || folders+=("$site")
   ! adopt::is "$image" || folders+=("${image%/*}")
-  for folder in "$own_sites" "${HF_HOME:-}" "$checkpoints"; do
-    [[ "$folder" != /* || ! -d "$folder" ]] || folders+=("$folder")
-  done
-  for folder in ${layer:+"$layer" "$layer.json"} "${recipe%/*}" "$runs" "$where"; do
-    [[ -z "$folder" || "$folder/" == "$DRAY_HOME/"* ]] || folders+=("$folder")
+  for folder in "$site" "$checkpoints" ${layer:+"$layer" "$layer.json"} "${webhook:-}" "${recipe%/*}" "$runs" "$where"; do
+    [[ "$folder" != /* || ! -e "$folder" || "$folder/" == "$DRAY_HOME/"* ]] || folders+=("$folder")
   done
   engine::inside "$@"
 }
@@ -82,14 +65,15 @@ plan::attempt() { # [key=value ...]: plans, in two starts of the image at most; 
     [[ "$(stat --format=%a -- "${attempt%/*}")" != 2750 ]] || umask g=rx
     return
   done
-  lib::die 78 "the planner still asks for another image or engine" "where:  $image, started by $engine" "found:  $answer"
+  job::die 78 "the planner still asks for another image or engine" "where:  $image, started by $engine" "found:  $answer"
 }
 
 plan::answer() { # KEY VALUE: what the nodes need of the plan, or a fact that was wrong
   local -r key="$1" value="$2"
+  local found
   # The planner is in the image, which may be another user's; what is in the attempt's folder is started outside of it.
   local -rA like=(
-    [attempt]='/.+/[^./][^/]*/attempt-[0-9]+' [checkpoints]='.*' [grace_s]='[0-9]{1,5}' [stage]='(/.+/dray-[^/]+\.sif)?'
+    [attempt]='/.+/[^./][^/]*/attempt-[0-9]+' [checkpoints]='.*' [stage]='(/.+/dray-[^/]+\.sif)?'
     [spares]='([A-Za-z0-9][A-Za-z0-9._,-]*)?' [engine]="$(IFS='|' && echo "${engine__names[*]}")"
     [image]='[a-z0-9][a-z0-9_-]*|/[^[:cntrl:]]+' [image_digest]='()' [layer]='/[^[:cntrl:]]+' [variables]='.*'
     [choices]='([a-z_]+=[a-z0-9_]+ ?)+'
@@ -103,29 +87,22 @@ plan::answer() { # KEY VALUE: what the nodes need of the plan, or a fact that wa
     *) printf -v "$key" '%s' "$value" ;;&
     engine) [[ -z "$given_image" ]] || image="$(engine::image cpu)" || exit ;;
     layer)
-      [[ -f "$layer" && -f "$layer.json" ]] || lib::die 78 "the layer does not exist, or its record does not" \
-        "wanted: $layer and $layer.json" "fix:    make it with dray image layer, or copy both files"
+      found="$(stat --dereference --format='%u' -- "$layer" "$layer.json" 2>&1)" || true
       # In the image all other users may look the same.
-      [[ "$(stat --dereference --format=%u -- "$layer")" =~ ^(0|$EUID)$ ]] || lib::die 78 \
-        "another user may change the layer, and every rank runs its code" "where:  $layer" "wanted: a file of yours or of root's" \
-        "found:  $(stat --dereference --format='a file of user %u, mode %a' -- "$layer")" \
-        "fix:    once you trust what is in it: cp $(printf %q "$layer"){,.json} $(printf %q "$DRAY_HOME")/build/"
+      [[ "$found" =~ ^(0|$EUID)$'\n'[0-9]+$ ]] || job::die 78 "the layer is missing, or another user may change it, and every rank runs its code" \
+        "wanted: $layer and $layer.json, files of yours or of root's" "found:  owner ${found//$'\n'/, }" \
+        "fix:    make it with dray image layer; or once you trust what is in it: cp $(printf %q "$layer"){,.json} $(printf %q "$DRAY_HOME")/build/"
       ;;
   esac
 }
 
 plan::ask() { # FACTS [key=value ...]: what the planner in the image answers; the facts hold this environment: no file
-  local -a begun=()
-  [[ -z "$given_run" ]] || begun=(--run "$(basename -- "$given_run")")
-  [[ -z "$gpu_memory" ]] || begun+=(--gpu-memory "$gpu_memory")
-  local -r facts="$1"
   local code=0
-  shift
-  printf '%s\n' "$facts" | plan::inside python3 -m dray plan --write --runs "$runs" "${begun[@]}" \
-    ${recipe:+"$recipe"} "$@" "${command[@]}" || code=$?
+  printf '%s\n' "$1" | plan::inside python3 -m dray plan --write --runs "$runs" ${given_run:+--run "${given_run##*/}"} \
+    ${gpu_memory:+--gpu-memory "$gpu_memory"} ${recipe:+"$recipe"} "${@:2}" "${command[@]}" || code=$?
   ((code != 0)) || return 0
   if ((code != 69 && code != 75 && code != 78)) && ! plan::inside python3 -c 'import dray' 2>/dev/null; then
-    lib::die 78 "dray does not start in the image, or is not in it" "where:  $image on node $(</proc/sys/kernel/hostname)" \
+    job::die 78 "dray does not start in the image, or is not in it" "where:  $image on node $(</proc/sys/kernel/hostname)" \
       "found:  exit code $code" "fix:    adopted=/WHOLE/PATH/OF/A.sif takes an image without dray; or build one with dray (make image-cpu)"
   fi
   return "$code"

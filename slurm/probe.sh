@@ -27,8 +27,6 @@ probe::main() {
   local -r engine="$1" image="$2" site="$3"
   # An salloc's own shell has only the second, which may name the kind: a100:4.
   local -r gpus="${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}"
-  local hf_home=""
-  [[ "${HF_HOME:-}" != /* || ! -d "$HF_HOME" ]] || hf_home="$HF_HOME"
   cat <<FACTS
 scheduler=slurm
 job=$SLURM_JOB_ID
@@ -37,7 +35,7 @@ restarts=${SLURM_RESTART_COUNT:-0}
 nodelist=$SLURM_JOB_NODELIST
 nodes=$SLURM_JOB_NUM_NODES
 gpus_per_node=${gpus##*:}
-hf_home=$hf_home
+hf_home=$([[ "${HF_HOME:-}" == /* && -d "$HF_HOME" ]] && echo "$HF_HOME")
 engine=$engine
 image=$image
 image_sha256=$(sed -n 's/.*"sha256": *"\([0-9a-f]*\)".*/\1/p' "$image.json" 2>/dev/null || true)

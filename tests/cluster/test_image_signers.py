@@ -39,7 +39,7 @@ apptainer sign --keyidx 1 --group-id 2 both.sif
 CHECK = """
 set -euo pipefail
 number=N name=NAME N=1 NAME=n2
-source "$1/places.sh"
+source "$1/mounts.sh"
 source "$1/signed.sh"
 mkdir -p failures
 node::signed apptainer image "${@:2:1}.sif" '"not signed"' "${@:3}"

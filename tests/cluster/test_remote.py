@@ -77,5 +77,5 @@ def test_a_run_from_submit_to_report(cluster, dray: Dray, root: Path, short, tmp
     dray("report", "--on", "sandbox", run, "--out", "page.html")
     assert run in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert cluster.exec(["pgrep", "-u", "dray", "-fa", "dray|sshd"], user="root").out == ""
-    assert cluster.exec(["find", "/tmp", "-name", "dray-door-*"], user="root").out == ""
+    assert cluster.exec(["find", "/tmp", "-name", "dray-relay-*"], user="root").out == ""
     assert dray("status", "--on", "sandbox", "no-such-run", code=78).stderr

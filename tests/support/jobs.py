@@ -106,9 +106,9 @@ class Job:
 
     def argv(self, *words: str | Path, plan_only: bool = True) -> list[str | Path]:
         only = (
-            'lib::start() { printf "%s\\n" "engine $engine" "image $image" "attempt $attempt"; };' if plan_only else ""
+            'job::start() { printf "%s\\n" "engine $engine" "image $image" "attempt $attempt"; };' if plan_only else ""
         )
-        script = f'set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; {only} lib::main "$@"'
+        script = f'set -euo pipefail; source "$DRAY_HOME/slurm/job.sh"; {only} job::main "$@"'
         return ["bash", "-c", script, "job", *words]
 
     def plan(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:

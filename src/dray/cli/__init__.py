@@ -60,6 +60,7 @@ WITH_COMMAND = ("plan", "run", "submit", "enter")
 def main() -> None:
     """Run one verb. A failure is printed without a traceback, and ends with an exit code of contract.exit_codes."""
     argv = sys.argv[1:]
+    streams.join_login_node()
     streams.begin()
     code = _code(argv)
     # `finish` exits with the job's code, whatever becomes of its output.

@@ -24,10 +24,13 @@ def finish(
     run: Path,
     code: Annotated[int, typer.Option(min=0, max=255, help="Exit code of the step that started the nodes.")],
     stopped: bool = False,
+    url_file: Annotated[
+        Path | None, typer.Option("--webhook", help="File with the URL of whom to tell how the run ended.")
+    ] = None,
 ) -> int:
     """Write result.json, print how the run ended, and end with the run's exit code.
 
-    Standard input has what Slurm and the job's script know of the job, and `webhook=URL`.
+    Standard input has what Slurm and the job's script know of the job.
 
     RUN: A run folder.
     --stopped: The run was stopped.
@@ -46,7 +49,7 @@ def finish(
         sys.stdout.reconfigure(errors="replace")
     with suppress(OSError):  # a full disk or a closed pipe; the exit code still tells
         print(text := summary(result, paths))
-        url = fields.get("webhook")
+        url = webhook.read(url_file) if url_file else ""
         if url and (failed := webhook.tell(url, result, text)):
             print(f"warning: {failed}")
     return result.exit_code

@@ -94,6 +94,6 @@ def _write(asked: Chosen, recipe: Recipe, runs: Path, run: str | None, gpu_memor
     asked.say()
     decided, paths = prepare.write(recipe, seen, runs=runs, run=run, choice=choice, beside=asked.beside)
     refuse_or_warn(decided)
-    print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}\ngrace_s={decided.grace_s}")
+    print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}")
     print(f"stage={decided.stage}\nspares={','.join(decided.world.spares)}")
     print(f"choices={' '.join(decided.recipe.choices)}")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
+import stat
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -77,6 +80,28 @@ def begin() -> None:
 def say(line: str) -> None:
     """Print a line of progress, beside the results."""
     print(line, file=sys.stderr, flush=True)
+
+
+def join_login_node() -> None:
+    """Where slurm/login.sh has started this process in the image: use Slurm's commands outside, and end with the input.
+
+    The input is a connection of ssh, at whose end no signal comes here. At the login node itself it is /dev/null.
+    """
+    commands = os.environ.pop("DRAY_SLURM", "")
+    if not commands:
+        return
+    os.environ["PATH"] = f"{commands}:{os.environ['PATH']}"
+    if stat.S_ISCHR(os.fstat(0).st_mode):
+        return
+    connection = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+
+
+def _end_with(connection: int) -> None:
+    while os.read(connection, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _refused() -> OSError | None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from dray import process
 from dray.cli.args import Run, Runs, program
-from dray.contract import exit_codes, files
+from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
 from dray.runs import webhook
 from dray.runs.status import DONE, FAILED, STOPPED, State
@@ -65,15 +63,8 @@ def watch(
 
 
 def _webhook() -> str:
-    """The URL in the user's own file, as the job's end reads it; empty without one, or if others may read it."""
     config = os.environ.get("XDG_CONFIG_HOME") or f"{os.environ.get('HOME', '')}/.config"
-    file = Path(os.environ.get("DRAY_WEBHOOK_FILE") or f"{config}/dray/webhook")
-    with suppress(OSError, UnicodeDecodeError):
-        if file.stat().st_mode & 0o077:
-            print(f"dray: warning: {file} is not used: chmod 600 it, since its URL is a secret", file=sys.stderr)
-        else:
-            return files.read(file, own=True).decode().partition("\n")[0]
-    return ""
+    return webhook.read(Path(os.environ.get("DRAY_WEBHOOK_FILE") or f"{config}/dray/webhook"))
 
 
 def _mail(address: str, seen: State, line: str) -> None:

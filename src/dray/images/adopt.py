@@ -19,7 +19,6 @@ from dray import interrupts, process
 from dray.clients import apptainer, builder_container
 from dray.clients.progress import Say
 from dray.config import mirrors
-from dray.config.image_definition import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images import adopted_folder, bundle, store
 from dray.images.fetch import sha256
@@ -58,8 +57,8 @@ def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, s
     """Make the folder build/dray-NAME, as slurm/adopt.sh does on a node. A failure leaves nothing."""
     # A container starts elsewhere.
     source = re.sub("^(oci|oci-archive|docker-archive):(?!/)", lambda kind: f"{kind[0]}{Path.cwd()}/", source)
-    name = name or _named(source)
-    _require_name(name)
+    name = name or adopted_folder.named(source)
+    adopted_folder.require_name(name)
     build = checkout / "build"
     folder = build / f"dray-{name}"
     if folder.exists() and not force:
@@ -177,37 +176,13 @@ def _use(path: Path, image: Path, say: Say) -> None:
             error.amend(fix="for an archive or a folder of OCI: docker-archive:FILE, oci-archive:FILE or oci:FOLDER")
         raise
     image.with_name(adopted_folder.SOURCE).symlink_to(path)
-    others = _others(path)
+    others = adopted_folder.open_to(path.stat().st_mode, stat.S_IMODE(path.resolve().parent.stat().st_mode))
     if not others:
         say(f"dray: use {path} where it is")
         image.symlink_to(adopted_folder.SOURCE)
     else:
         say(f"dray: copy {path}, since others may write it: {others}")
         shutil.copyfile(path, image)
-
-
-def _others(path: Path) -> str:
-    """Why users other than the owner may change or replace the file; empty if they may not."""
-    mode, folder = stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.resolve().parent.stat().st_mode)
-    if mode & 0o022:
-        return f"its mode is {mode:o}"
-    return f"its folder has the mode {folder:o}" if folder & 0o002 and not folder & stat.S_ISVTX else ""
-
-
-def _named(source: str) -> str:
-    """pytorch of docker://nvcr.io/nvidia/pytorch:26.01-py3, and of /images/pytorch.sif."""
-    last = source.rstrip("/").rpartition("/")[2].partition("@")[0].partition(":")[0]
-    return re.sub("[^a-z0-9_-]+", "-", re.sub(r"[.](sif|tar|tgz|tar[.]gz)$", "", last.lower())).strip("-_")[:63]
-
-
-def _require_name(name: str) -> None:
-    if not re.fullmatch(ADOPTED, name) or name in ACCELERATORS:
-        raise ConfigError(
-            "not a name for an adopted image",
-            wanted=f"lower-case letters, digits, _ and -, but not {', '.join(ACCELERATORS)}",
-            found=name or "no name",
-            fix="--name mine",
-        )
 
 
 def _lacking(packages: Mapping[str, str]) -> Iterator[str]:

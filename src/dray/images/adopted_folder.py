@@ -6,13 +6,16 @@ and all other packages may be missing. So it uses Python's standard library alon
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.metadata
 import json
 import os
 import re
 import shlex
+import shutil
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,13 +25,16 @@ from typing import Any
 from zipfile import ZipFile
 
 from dray import __version__, process
+from dray.contract import unexpected
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.fetch import platforms
+from dray.images.fetch import platforms, sha256
 from dray.images.locks import lock
 from dray.images.locks.lock import Pin
 
 IMAGE, SOURCE, DESCRIBED = "image.sif", "source", "image.json"
 """Files in the folder: the SIF, or a link to it; a link to the file that the user named; the description of both."""
+VARIANTS = ("cpu", "cuda", "cuda12", "rocm", "rocm6")
+"""Of dray's own images: no adopted image has such a name."""
 # The oldest Python and glibc that dray runs on.
 _PYTHON, _LIBC = (3, 11), (2, 28)
 # dray's requirements that only hosts need.
@@ -251,17 +257,133 @@ def last_lines(done: process.Done) -> str:
     return "\n".join(lines[-3:])
 
 
-def main() -> None:
-    """Run in the image with CHECKOUT FOLDER NAME SOURCE FILE SHA256; stdin is the output of checks/list_packages.py."""
-    checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    name, source, file, sha256 = sys.argv[3:]
-    try:
-        found = json.load(sys.stdin)
-        brought = fill(
-            folder, found, name=name, source=source, file=file, sha256=sha256, checkout=checkout, start=_start
+def named(source: str) -> str:
+    """pytorch of docker://nvcr.io/nvidia/pytorch:26.01-py3, and of /images/pytorch.sif."""
+    last = source.rstrip("/").rpartition("/")[2].partition("@")[0].partition(":")[0]
+    return re.sub("[^a-z0-9_-]+", "-", re.sub(r"[.](sif|tar|tgz|tar[.]gz)$", "", last.lower())).strip("-_")[:63]
+
+
+def require_name(name: str) -> None:
+    """Refuse what no adopted image can be called."""
+    if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,62}", name) or name in VARIANTS:
+        raise ConfigError(
+            "not a name for an adopted image",
+            wanted=f"lower-case letters, digits, _ and -, but not {', '.join(VARIANTS)}",
+            found=name or "no name",
+            fix="--name mine",
         )
-    except DrayError as error:
+
+
+def open_to(mode: int, folder: int) -> str:
+    """Why users other than the owner may change or replace a file with this mode in such a folder, or nothing."""
+    if mode & 0o022:
+        return f"its mode is {mode & 0o7777:o}"
+    return f"its folder has the mode {folder:o}" if folder & 0o002 and not folder & 0o1000 else ""
+
+
+class Adoption:
+    """One SIF that becomes an adopted image, in a job or at a login node. The image's own Python runs this."""
+
+    def __init__(self, checkout: Path, runs: Path, source: Path) -> None:
+        self.checkout, self.source = checkout, source
+        self.homes = (checkout / "build", runs / ".adopted")
+
+    def find(self, name: str) -> Path | None:
+        """The folder of the image that was adopted under this name."""
+        folders = (home / f"dray-{name}" for home in self.homes)
+        return next((folder for folder in folders if (folder / DESCRIBED).exists()), None)
+
+    def of_source(self) -> Path | None:
+        """The folder of the image that was adopted from this file."""
+        links = (link for home in self.homes for link in home.glob(f"dray-*/{SOURCE}"))
+        return next((link.parent for link in links if os.readlink(link) == str(self.source)), None)  # noqa: PTH115
+
+    def free_name(self) -> str:
+        """The file's own name; with a number that its path gives, if an image has that name."""
+        name = named(self.source.name)[:50]
+        if not name or name in VARIANTS or self.find(name):
+            name = f"{name or 'image'}-{hashlib.sha256(str(self.source).encode()).hexdigest()[:8]}"
+        return name
+
+    def home(self) -> Path:
+        """The folder for adopted images: the checkout's, or beside the runs if that cannot be written."""
+        for home in self.homes:
+            with suppress(OSError):
+                home.mkdir(parents=True, exist_ok=True)
+                if os.access(home, os.W_OK):
+                    return home
+        raise ConfigError(
+            "no folder can be written for an adopted image",
+            where=" and ".join(map(str, self.homes)),
+            fix="set DRAY_RUNS to a folder that you may write and that all nodes share",
+        )
+
+    def make(self, *, name: str, force: bool, file: str, folder_mode: int) -> Path:
+        """The image. One rename gives its folder the name; another job may be making it too."""
+        began = time.monotonic()
+        earlier = self.find(name) if name else self.of_source()
+        if earlier and not force:
+            if not name:
+                return earlier / IMAGE
+            fix = f"give another one: --name {name}-2; or replace it: --force"
+            raise ConfigError("there is an image of this name", where=earlier, fix=fix)
+        name = name or (earlier.name.removeprefix("dray-") if earlier else self.free_name())
+        require_name(name)
+        os.umask(0o022)  # what is not private in it, other users of the checkout may use
+        folder = earlier or self.home() / f"dray-{name}"
+        print(f"dray: adopt {self.source}", file=sys.stderr)
+        with TemporaryDirectory(dir=folder.parent, prefix=".adopt-") as scratch:
+            os.environ["TMPDIR"] = scratch  # pip's: the container's own is small
+            new = Path(scratch) / "new"
+            new.mkdir()
+            self.fill(new, name=name, file=file, others=open_to(self.source.stat().st_mode, folder_mode))
+            if earlier:
+                earlier.rename(Path(scratch) / "old")
+            try:
+                new.rename(folder)
+            except OSError as error:
+                if self.of_source() != folder:  # else another job was quicker
+                    fix = "give another: slurm/dray image adopt FILE --name NAME"
+                    raise UnfitError("the adopted image does not get its name", where=folder, fix=fix) from error
+        print(f"dray: adopted in {time.monotonic() - began:.0f} s: adopted={name}", file=sys.stderr)
+        return folder / IMAGE
+
+    def fill(self, folder: Path, *, name: str, file: str, others: str) -> None:
+        """Link or copy the image, and look at what it has and lacks."""
+        began = time.monotonic()
+        (folder / SOURCE).symlink_to(self.source)
+        if others:
+            print(f"  it is copied, since others may write it: {others}", file=sys.stderr)
+            shutil.copyfile(self.source, folder / IMAGE)
+        else:
+            (folder / IMAGE).symlink_to(SOURCE)
+        digest = sha256(folder / IMAGE)
+        print(f"  read in {time.monotonic() - began:.0f} s: sha256:{digest}", file=sys.stderr)
+        look = (self.checkout / "src" / "dray" / "checks" / "list_packages.py").read_text(encoding="utf-8")
+        found = json.loads(process.run([sys.executable, "-c", look]).out)
+        brought = fill(
+            folder, found, name=name, source=str(self.source), file=file, sha256=digest, checkout=self.checkout,
+            start=_start,
+        )  # fmt: skip
+        about = ", ".join(f"{name} {version}" for name, version in versions(found).items())
+        print(f"  {about}" + (f"\n  added beside it: {', '.join(brought)}" if brought else ""), file=sys.stderr)
+
+
+def main() -> None:
+    """Print the adopted image. slurm/adopt.sh knows what the container does not show: owners, and the file's folder."""
+    parser = argparse.ArgumentParser(prog="slurm/dray image adopt", usage="%(prog)s FILE [--name NAME] [--force]")
+    for word in ("checkout", "runs", "source"):
+        parser.add_argument(word, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("file", help=argparse.SUPPRESS)
+    parser.add_argument("folder_mode", type=lambda mode: int(mode, 8), help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="")
+    parser.add_argument("--force", action="store_true")
+    given = parser.parse_args()
+    try:
+        adoption = Adoption(given.checkout, given.runs, given.source)
+        image = adoption.make(name=given.name, force=given.force, file=given.file, folder_mode=given.folder_mode)
+    except Exception as raised:
+        error = unexpected.error(raised)
         print(f"dray: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    about = ", ".join(f"{name} {version}" for name, version in versions(found).items())
-    print(f"  {about}" + (f"\n  added beside it: {', '.join(brought)}" if brought else ""), file=sys.stderr)
+    print(image)

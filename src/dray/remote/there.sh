@@ -2,7 +2,7 @@
 # What runs at the other end of ssh: dray sends it to a bash there, followed by a call of there::main. rsync copies the
 # files. An image and dray's scripts have the digest of their content as their name, and a run has its own folder of code.
 
-there::die() { # CODE LINE...: as lib::die
+there::die() { # CODE LINE...: as job::die
   local -r code="$1"
   shift
   printf 'dray: %s\n' "$1" >&2
@@ -73,7 +73,7 @@ there::verb() { # FOLDER DRAY IMAGE RUN_IN BRING VERB [WORD...]: by the scripts 
     there::die 78 "dray and its image are missing on the remote" "where:  $1 on $HOSTNAME" \
       "fix:    dray submit --on copies them; so does dray remote check NAME --image cpu"
   [[ -z "$4" ]] || mkdir -p -- "$1/$4"
-  bash -- "$1/${current[0]}/slurm/login.sh" "$1" "$1/${current[1]}" "$1${4:+/$4}" "${@:5}"
+  DRAY_HOME="$1/${current[0]}" bash -- "$1/${current[0]}/slurm/login.sh" "$1" "$1/${current[1]}" "$1${4:+/$4}" "${@:5}"
 }
 
 there::check() { # FOLDER: what a run needs here

@@ -58,7 +58,7 @@ def _parts(plan: Plan, *, entering: bool) -> Iterator[str]:
     if plan.recipe.runs.share == "group":
         yield _SHARED
     if not entering:
-        yield _file("clock")
+        yield _file("start_times")
     if prefix:
         yield _UNSET
     exports = [
@@ -177,7 +177,7 @@ def _exported(plan: Plan, *, entering: bool) -> list[Variable]:
 def _places(plan: Plan, *, entering: bool) -> Iterator[str]:
     engine, identity = engines.get(plan.engine), plan.world.identity
     yield f"number={identity['node']} name={identity['name']} read_only={engine.read_only}"
-    yield _file("places")
+    yield _file("mounts")
     if entering:
         yield f"\nnode::record() {{ exit {exit_codes.UNFIT}; }} # nothing of the run has failed"
     yield f"\ncd {shlex.quote(plan.folder)} || exit {exit_codes.UNFIT}"

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.contract import files, root_cause, run_folder, secrets
+from dray.contract import exit_codes, files, root_cause, run_folder, secrets
 from dray.planning.schema import Plan
 from dray.runs import causes
 from dray.runs.result import Cause
-from dray.runs.store import reason
+from dray.runs.store import RunPaths, reason
 
 SRUN_LOG = "srun.log"
 _SLURM = re.compile(
     r"^(?:slurmstepd|srun)\b.{0,80}error: .{0,200}(?:oom[_-]kill|OOM Killed|DUE TO |ode failure|missing step on )"
 )
+# What a task ends with that does not see the run's folder (slurm/job.sh), as srun tells it.
+_BLIND = re.compile(r"^srun: error: (\S+): tasks? .*: Exited with exit code 96$", re.MULTILINE)
 
 
 class Record(NamedTuple):
@@ -51,6 +54,19 @@ def read(folder: Path, logs: Path, *, warn: Callable[[str], None]) -> list[Recor
         return root_cause.order(one.time, first, lambda: causes.explained(one.cause).name == causes.FOLLOWS)
 
     return sorted(found, key=order)
+
+
+def write_blind(paths: RunPaths) -> None:
+    """Write the record of nodes that did not see the run's folder, and so could write none."""
+    names = ",".join(_BLIND.findall("\n".join(files.tail(paths.logs / SRUN_LOG, 1000))))
+    if not names or any(paths.failures.glob("rank-*.json")):  # a program that ends with this code leaves its own
+        return
+    verb = "do" if "," in names or "[" in names else "does"
+    record = {
+        "time": time.time(), "node": names, "rank": None, "code": exit_codes.CONFIG, "log": None, "last_lines": [],
+        "why": f"{names} {verb} not see {paths.run.parent}\n  fix:    set DRAY_RUNS to a folder that all nodes share",
+    }  # fmt: skip
+    files.write_atomic(paths.failures / "node-blind.json", json.dumps(record))
 
 
 def _record(path: Path, logs: Path) -> Record:

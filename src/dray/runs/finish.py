@@ -36,6 +36,9 @@ def finish(
 
     It never fails: a file that cannot be read is a warning, and a result that cannot be written is printed.
     """
+    if code:
+        with suppress(OSError):
+            failure_records.write_blind(paths)
     ended = Ended(paths, code, stopped)
     result = ended.result(known, spent)
     plan, then = ended.plan, None
@@ -59,8 +62,10 @@ def finish(
             for file in paths.preflight.glob("rank-*"):
                 file.unlink()
         if then and (then.requeue or then.spare):  # without the file the job stays out of the queue
-            line = f"{'spare' if then.spare else 'requeue'} {' '.join(then.exclude)}\n"
-            files.write_atomic(paths.next, line)
+            lines = [f"{'spare' if then.spare else 'requeue'} {' '.join(then.exclude)}"]
+            if plan and then.requeue:
+                lines += requeue.options(known, plan, then.exclude)
+            files.write_atomic(paths.next, "".join(f"{line}\n" for line in lines))
     return result
 
 

@@ -59,7 +59,7 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
 
 
 def hf_home() -> str | None:
-    """HF_HOME of the job, or the library's default folder if it exists (slurm/lib.sh does the same)."""
+    """HF_HOME of the job, or the library's default folder if it exists (slurm/job.sh does the same)."""
     folder = os.environ.get("HF_HOME", "")
     if not folder and hub_cache().is_dir():
         folder = str(hub_cache())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from dray.contract import exit_codes
 from dray.planning.schema import Plan
 from dray.planning.world import fewer
@@ -10,6 +12,15 @@ from dray.runs.stop_reason import PREEMPTION, TIME_LIMIT
 
 _NO_NODE_S = ("the disk is full", "disk quota exceeded")
 """Causes that another node would meet too."""
+_OPTIONS = {
+    "job-name": "JobName", "account": "Account", "qos": "QOS", "partition": "Partition", "time": "TimeLimit",
+    "constraint": "Features", "reservation": "Reservation", "licenses": "Licenses", "mem": "MinMemoryNode",
+    "mem-per-cpu": "MinMemoryCPU", "cpus-per-task": "CPUs/Task", "gres": "TresPerNode", "exclude": "ExcNodeList",
+    "mail-user": "MailUser", "mail-type": "MailType", "chdir": "WorkDir", "output": "StdOut",
+}  # fmt: skip
+"""Options of sbatch, and where `scontrol show job` has their values."""
+# A value may have spaces: it ends before the next field.
+_FIELD = re.compile(r"(?:^|(?<=\s))([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|$)", re.MULTILINE)
 
 
 def decide(result: Result, plan: Plan, *, batch: bool) -> Next | None:
@@ -66,3 +77,25 @@ def _unfit(result: Result) -> list[str]:
         return []
     nodes = result.failing_nodes or [cause.node]
     return [] if 1 < len(nodes) == len(hosts) else nodes
+
+
+def options(known: str, plan: Plan, exclude: list[str]) -> list[str]:
+    """Options of sbatch for a job like the one that scontrol shows in `known`, without the nodes in `exclude`.
+
+    Where Slurm does not put jobs back, the batch script submits such a job. Empty if scontrol did not answer.
+    """
+    shown = {key: value for key, value in _FIELD.findall(known) if value not in ("", "(null)", "N/A")}
+    if "JobName" not in shown:
+        return []
+    shown["ExcNodeList"] = ",".join([*filter(None, [shown.get("ExcNodeList")]), *exclude])
+    shown["TresPerNode"] = shown.get("TresPerNode", "").replace("gres/gpu", "gpu").replace("gres/", "")
+    # The next job is no task of an array, and would take these for other numbers.
+    for pattern, field in (("%A", "ArrayJobId"), ("%a", "ArrayTaskId")):
+        shown["StdOut"] = shown.get("StdOut", "").replace(pattern, shown.get(field, pattern))
+    no_value = {"mem": "0", "mem-per-cpu": "0"}  # --mem=0 would be all of it
+    values = {option: shown.get(field, "") for option, field in _OPTIONS.items()}
+    found = [f"--{option}={value}" for option, value in values.items() if value not in ("", no_value.get(option))]
+    found += ["--open-mode=append"] if shown["StdOut"] else []
+    found += ["--exclusive"] if shown.get("OverSubscribe") == "NO" else []
+    found += ["--no-kill"] if plan.recipe.replaces_nodes else []
+    return [*found, f"--signal=B:USR1@{plan.grace_s}"]  # which scontrol does not tell

@@ -122,7 +122,7 @@ class Study(BaseModel):
         jobs = [self._planned(folder.parent / member.run, member, known) for member in self.members]
         _report(jobs)
         self.save(folder)
-        # A line for each task, as slurm/lib.sh reads it; control characters were refused before.
+        # A line for each task, as slurm/job.sh reads it; control characters were refused before.
         lines = ["\t".join([job.plan.run, *job.submission.own]) for job in jobs]
         files.write_atomic(folder / run_folder.TASKS, "\n".join(lines) + "\n", mode=0o600)
         largest = known.conf.get("MaxArraySize", "")

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from http.client import responses
+from pathlib import Path
 from threading import Thread
 
+from dray.contract import files
 from dray.runs.result import Result
 
 # Plain HTTP would show the URL, a secret, to the whole network.
 _PRIVATE = re.compile(r"https://\S+|http://(?:localhost|127\.0\.0\.1)[:/]\S*")
 _SECONDS = 5  # Slurm kills a job soon after its time limit
+
+
+def read(file: Path) -> str:
+    """The URL in the user's own file; empty without one, or if others may read it."""
+    with suppress(OSError, UnicodeDecodeError):
+        if file.stat().st_mode & 0o077:
+            print(f"dray: warning: {file} is not used: chmod 600 it, since its URL is a secret", file=sys.stderr)
+        else:
+            return files.read(file, own=True).decode().partition("\n")[0]
+    return ""
 
 
 def tell(url: str, result: Result, text: str) -> str | None:

@@ -21,14 +21,9 @@ TABLE = """\
 # shellcheck disable=SC2034,SC2054,SC2154,SC2207
 
 readonly -a engine__names=({names})
-
-# Sets `suffix`, of the usual image; `formats`, the kinds of image that it starts; `store`, what its store puts before a
-# name; and `never`, the characters that no path of a mount has.
-engine::traits() {{
-  case "$engine" in
-{traits}  esac
-}}
-
+# The suffix of its usual image, the kinds of image that it starts, what its store puts before a name, and the
+# characters that no path of a mount has.
+{traits}
 engine::argv() {{ # sets `argv`, which starts a program in the image
   case "$engine" in
 {starts}  esac
@@ -62,14 +57,19 @@ def argv(engine: Engine) -> str:
 
 
 def table() -> str:
-    traits, starts = [], []
+    traits: dict[str, list[str]] = {"suffix": [], "formats": [], "store": [], "never": []}
+    starts = []
     for engine in map(engines.get, ENGINES):
-        suffix = "sif" if "sif" in engine.formats else "sqsh"
-        known = {"formats": " ".join(engine.formats), "store": engine.store_prefix, "never": engine.unmountable}
-        words = [f"suffix={suffix}", *(f"{name}='{value}'" for name, value in known.items())]
-        traits.append(f"    {engine.name}) {' '.join(words)} ;;\n")
+        traits["suffix"].append("sif" if "sif" in engine.formats else "sqsh")
+        traits["formats"].append(" ".join(engine.formats))
+        traits["store"].append(engine.store_prefix)
+        traits["never"].append(engine.unmountable)
         starts.append(f"    {engine.name}) argv=({argv(engine)}) ;;\n")
-    return TABLE.format(names=" ".join(ENGINES), traits="".join(traits), starts="".join(starts))
+    lines = []
+    for trait, values in traits.items():
+        pairs = " ".join(f"[{name}]='{value}'" for name, value in zip(ENGINES, values, strict=True))
+        lines.append(f"readonly -A engine__{trait}=({pairs})\n")
+    return TABLE.format(names=" ".join(ENGINES), traits="".join(lines), starts="".join(starts))
 
 
 def test_the_table() -> None:
@@ -80,7 +80,7 @@ def test_the_table() -> None:
 def test_a_job_starts_the_planner_as_the_engine_says(engine: str) -> None:
     """In bash, with a path that has a blank and a quote."""
     script = (
-        'source "$DRAY_HOME/slurm/lib.sh"; engine=$1 image="/my i" where="/a \\"b\\"" edf="/e f" pairs="/a b:/a b"; '
+        'source "$DRAY_HOME/slurm/job.sh"; engine=$1 image="/my i" where="/a \\"b\\"" edf="/e f" pairs="/a b:/a b"; '
         'mounts=("--mount=x y"); engine::argv; printf "%s\\n" "${argv[@]}"'
     )
     env = {**PYTHON, "DRAY_HOME": str(ROOT)}
@@ -96,10 +96,10 @@ def test_a_job_starts_the_planner_as_the_engine_says(engine: str) -> None:
 
 def test_an_edf_has_each_folder_once_and_as_it_is(tmp_path: Path) -> None:
     script = (
-        'source "$DRAY_HOME/slurm/lib.sh"; runs=$1 image="/my i" where="/a \\"b\\"" pairs="" edf=""; '
+        'source "$DRAY_HOME/slurm/job.sh"; engine=edf runs=$1 image="/my i" where="/a \\"b\\"" pairs="" edf=""; '
         'folders=("${@:2}"); engine::mounts; engine::edf; cat "$edf"'
     )
-    folders = ["/x", "/my data", '/q"\\', "/x"]
+    folders = ["/x", "/my data", "/q\"'\\", "/x"]
     argv = ["bash", "-euc", script, "x", str(tmp_path), *folders]
     env = {**PYTHON, "DRAY_HOME": str(ROOT)}
     ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)

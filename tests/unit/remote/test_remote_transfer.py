@@ -182,9 +182,9 @@ def test_of_two_copies_of_an_image_the_second_finds_it_there(image: Path, there:
 
 def test_a_folder_that_only_the_image_has_ends_the_call(tmp_path: Path) -> None:
     """The program in the image waits for the exit code of the one outside."""
-    door, inside = tmp_path / "door", tmp_path / "inside"
-    (door / "bin").mkdir(parents=True)
-    (door / "bin" / "squeue").symlink_to(ROOT / "slurm" / "door.sh")
+    relay, inside = tmp_path / "relay", tmp_path / "inside"
+    (relay / "bin").mkdir(parents=True)
+    (relay / "bin" / "squeue").symlink_to(ROOT / "slurm" / "slurm_command.sh")
     inside.mkdir()
     # login.sh without what it runs at once, and with a squeue of its own.
     script = """
@@ -192,8 +192,8 @@ def test_a_folder_that_only_the_image_has_ends_the_call(tmp_path: Path) -> None:
         shopt -s extglob
         source <(sed -n '/^readonly -a login__commands/p;/^login::serve/,/^}/p;/^login::answer/,/^}/p' "$0")
         squeue() { printf 'a queue\\n'; }
-        door="$1"
-        mkfifo "$door/calls"
+        relay="$1"
+        mkfifo "$relay/calls"
         login::serve &
         trap "kill $!" EXIT
         cd -- "$2"
@@ -204,7 +204,7 @@ def test_a_folder_that_only_the_image_has_ends_the_call(tmp_path: Path) -> None:
         "$1/bin/squeue"
         exit "$code"
     """
-    argv = ["bash", "-c", script, ROOT / "slurm" / "login.sh", door, inside]
+    argv = ["bash", "-c", script, ROOT / "slurm" / "login.sh", relay, inside]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stdout) == (1, "a queue\n")
     assert done.stderr.endswith(f"cd: {inside}: No such file or directory\n")

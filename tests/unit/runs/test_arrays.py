@@ -72,8 +72,8 @@ def scale(queue: Queue, ranks: str, **options: object) -> int:
 
 
 def as_a_task(argv: list[str], task: int) -> list[str]:
-    """What slurm/lib.sh takes the words behind the script for, in this task of the array."""
-    script = """set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; lib::task "$@"; printf '%s\\0' "${given[@]}" """
+    """What slurm/job.sh takes the words behind the script for, in this task of the array."""
+    script = """set -euo pipefail; source "$DRAY_HOME/slurm/job.sh"; job::task "$@"; printf '%s\\0' "${given[@]}" """
     env = {**PYTHON, "DRAY_HOME": str(ROOT), "SLURM_ARRAY_TASK_ID": str(task)}
     words = ["bash", "-c", script, "job", *argv]
     return subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]

@@ -106,7 +106,7 @@ def test_a_result_has_them(tmp_path: Path) -> None:
     assert (finish(third, code=1).startup, read(third.result).cost, finish(third, code=1).warnings) == (None, None, [])
 
 
-SCRIPT = 'set -euo pipefail\nimage=x attempt=x\nsource "$DRAY_HOME/slurm/lib.sh"\n'
+SCRIPT = 'set -euo pipefail\nimage=x attempt=x\nsource "$DRAY_HOME/slurm/job.sh"\n'
 
 
 @pytest.mark.parametrize("gpus", ["SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"])  # salloc sets the second alone

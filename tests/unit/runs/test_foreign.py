@@ -114,7 +114,7 @@ class TestFolders:
     @pytest.mark.seconds
     @pytest.mark.parametrize(("mode", "kept"), [(0o777, False), (0o2777, False), (0o1777, True), (0o2775, True)])
     def test_where_everybody_may_rename_a_run(self, tmp_path: Path, mode: int, *, kept: bool) -> None:
-        """In Python, and in a job before it starts anything of it."""
+        """In Python, and so in a job before it starts anything of it."""
         job = Job(tmp_path)
         runs = tmp_path / "my runs"
         runs.mkdir()
@@ -129,7 +129,7 @@ class TestFolders:
         assert refused.value.details["fix"] == (
             f"chmod o-w '{runs}'; where it is not yours: mkdir -m 700 '{runs}'/$USER && export DRAY_RUNS='{runs}'/$USER"
         )
-        assert (planned.returncode, planned.stdout, job.seen.exists()) == (78, "", False)
+        assert (planned.returncode, planned.stdout) == (78, "")
         assert planned.stderr.startswith("dray: everybody may rename the folders of these runs")
         assert not list(runs.iterdir())
 
@@ -177,7 +177,7 @@ class TestARunInThePlaceOfMine:
     def test_a_node_starts_no_script_of_another_user(self, tmp_path: Path, attempt: Path, part: str) -> None:
         if part:
             os.chown(attempt / part, NOBODY, NOBODY)
-        script = 'source "$DRAY_HOME/slurm/lib.sh"; exec bash -c "$lib__task" "$1" ./node.sh'
+        script = 'source "$DRAY_HOME/slurm/job.sh"; exec bash -c "$job__task" "$1" ./node.sh'
         words = ["bash", "-c", script, "job", str(attempt)]
         ended = subprocess.run(
             words, env={**os.environ, "DRAY_HOME": str(ROOT)}, capture_output=True, text=True, check=False
@@ -197,7 +197,7 @@ class TestARunInThePlaceOfMine:
         run, moved = shlex.quote(str(attempt.parent)), shlex.quote(str(tmp_path / "moved"))
         swap = f"mv {run} {moved} && mv {shlex.quote(str(theirs))} {run}"
         (tmp_path / "before").write_text(f"trap '[[ $BASH_COMMAND != exec* || -d {moved} ]] || {{ {swap}; }}' DEBUG\n")
-        script = 'source "$DRAY_HOME/slurm/lib.sh"; BASH_ENV="$2" exec bash -c "$lib__task" "$1" ./node.sh'
+        script = 'source "$DRAY_HOME/slurm/job.sh"; BASH_ENV="$2" exec bash -c "$job__task" "$1" ./node.sh'
         words = ["bash", "-c", script, "job", str(attempt), str(tmp_path / "before")]
         env = {**os.environ, "DRAY_HOME": str(ROOT)}
         ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
@@ -210,7 +210,7 @@ class TestARunInThePlaceOfMine:
         os.chown(attempt / part, NOBODY, NOBODY)
         job = Job(tmp_path)
         job.tool("srun", f"#!/bin/sh\ntouch {shlex.quote(str(tmp_path / 'started'))}\n")
-        script = 'set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; attempt="$1"; lib::start'
+        script = 'set -euo pipefail; source "$DRAY_HOME/slurm/job.sh"; attempt="$1"; job::start'
         words = ["bash", "-c", script, "job", str(attempt)]
         ended = subprocess.run(words, env=job.env, capture_output=True, text=True, check=False)
         assert (ended.returncode, (tmp_path / "started").exists()) == (78, False)

@@ -215,3 +215,71 @@ def test_an_attempt_without_a_result_is_still_told(root: Path, tmp_path: Path, c
         paths.result.write_bytes(content)
     result, _ = run.attempt(stopped=LIMIT, saved=40, first=20)
     assert [(one.attempt, one.status, one.why) for one in result.history] == [(1, "unknown", "it left no result")]
+
+
+# As Slurm 24.11 prints it.
+SHOWN = """JobId=17 JobName=my run
+   UserId=dray(1000) GroupId=dray(1000) MCS_label=N/A
+   Priority=1 Nice=0 Account=proj-1 QOS=normal
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=0 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:10 TimeLimit=1-02:00:00 TimeMin=N/A
+   Partition=standard-g AllocNode:Sid=login:123
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList=n[1-2]
+   NumNodes=2 NumCPUs=16 NumTasks=2 CPUs/Task=7 ReqB:S:C:T=0:0:*:*
+   MinCPUsNode=7 MinMemoryNode=0 MinTmpDiskNode=0
+   Features=(null) DelayBoot=00:00:00
+   Reservation=(null)
+   OverSubscribe=OK Contiguous=0 Licenses=(null) Network=(null)
+   Command=/home/me/dray/slurm/multinode.sh
+   WorkDir=/home/me/my work
+   StdErr=/home/me/my work/dray-17.out
+   StdIn=/dev/null
+   StdOut=/home/me/my work/dray-17.out
+   MailUser=me@example.org MailType=END,FAIL
+   TresPerNode=gres/gpu:a100:4
+"""
+
+
+def options(root: Path, folder: Path, shown: str, *words: str, oneliner: bool = True, **record: object) -> list[str]:
+    """Of sbatch, for a job like this one, which the batch script submits where Slurm does not put this one back."""
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ["max_requeues=1", "grace_s=600", *words])
+    _, paths = write(recipe, FACTS, runs=folder)
+    if record:
+        (paths.failures / "node-1.json").write_text(json.dumps({**UNFIT, **record}))
+    else:
+        (paths.checkpoints / "step-20").mkdir(exist_ok=True)
+    known = " ".join(shown.split("\n   ")) if oneliner else shown
+    finish(
+        paths, code=69 if record else 75, batch=True, known=f"signal=USR1 at=5\nBatchFlag=1\n{known}first_of_job=1\n"
+    )
+    return paths.next.read_text().splitlines()[1:]
+
+
+OPTIONS = [
+    *("--job-name=my run", "--account=proj-1", "--qos=normal", "--partition=standard-g", "--time=1-02:00:00"),
+    *("--cpus-per-task=7", "--gres=gpu:a100:4", "--mail-user=me@example.org", "--mail-type=END,FAIL"),
+    *("--chdir=/home/me/my work", "--output=/home/me/my work/dray-17.out", "--open-mode=append"),
+]
+
+
+@pytest.mark.parametrize("oneliner", [True, False])
+def test_a_job_that_follows_has_the_same_options(root: Path, tmp_path: Path, *, oneliner: bool) -> None:
+    assert options(root, tmp_path, SHOWN, oneliner=oneliner) == [*OPTIONS, "--signal=B:USR1@600"]
+
+
+def test_it_takes_over_memory_exclusive_nodes_and_those_left_out(root: Path, tmp_path: Path) -> None:
+    shown = SHOWN.replace("MinMemoryNode=0", "MinMemoryNode=480G").replace("OverSubscribe=OK", "OverSubscribe=NO")
+    shown = shown.replace("ExcNodeList=(null)", "ExcNodeList=n7")
+    given = options(root, tmp_path, shown, "nodes=2", "min_nodes=2", node="n2")
+    assert {"--mem=480G", "--exclude=n7,n2", "--exclusive", "--no-kill"} <= {*given}
+
+
+def test_it_is_no_task_of_an_array(root: Path, tmp_path: Path) -> None:
+    shown = SHOWN.replace("JobId=17", "JobId=19 ArrayJobId=17 ArrayTaskId=2").replace("dray-17.out", "job-%A_%a.log")
+    assert "--output=/home/me/my work/job-17_2.log" in options(root, tmp_path, shown)
+
+
+def test_where_slurm_does_not_answer_there_are_none(root: Path, tmp_path: Path) -> None:
+    assert options(root, tmp_path, "") == []

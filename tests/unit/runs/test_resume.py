@@ -225,7 +225,7 @@ class TestBatchScript:
         [
             ((), ["there is nothing to run"]),
             (("image=cpu",), ["there is nothing to run"]),
-            (("--run=thine",), ["there is nothing to run", "  where:  {runs}/thine, which has no plan"]),
+            (("--run=thine",), ["there is nothing to run"]),
             (
                 ("image=cpu", "light2.py", "--lr", "1"),
                 [

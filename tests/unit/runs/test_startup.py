@@ -25,7 +25,7 @@ from helpers import ROOT
 from nodes import Start, control, decoded, ended
 
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-CLOCK = ROOT / "src/dray/render/bash/clock.sh"
+CLOCK = ROOT / "src/dray/render/bash/start_times.sh"
 SECOND = 1_000_000_000
 
 

@@ -213,9 +213,7 @@ def test_before_the_first_job_has_read_the_image(job: Job) -> None:
     )
     assert ended.returncode == 78
     assert ended.stderr.startswith("dray: the image does not exist\n")
-    assert ended.stderr.endswith(
-        "or slurm/dray image adopt FILE; a job with adopted=FILE does it too: until then squeue shows the job\n"
-    )
+    assert ended.stderr.endswith("or slurm/dray image adopt FILE; a job with adopted=FILE does it too\n")
 
 
 def test_without_a_verb_it_shows_how_it_is_used(job: Job) -> None:

@@ -28,8 +28,8 @@ def looked(folder: Path, *lines: str, lost: str = "") -> tuple[str, str, list[st
     for name, text in (("sinfo", sinfo), ("sleep", "#!/bin/sh\n")):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    script = f"""set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; lost=({lost})
-        trap 'echo USR1' USR1; lib::drained & wait $! || wait $! || true"""
+    script = f"""set -euo pipefail; source "$DRAY_HOME/slurm/job.sh"; lost=({lost})
+        trap 'echo USR1' USR1; job::drained & wait $! || wait $! || true"""
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "SLURM_JOB_NODELIST": "n[1-3]"}
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout, done.stderr, (folder / "calls").read_text().splitlines()

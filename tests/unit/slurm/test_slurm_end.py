@@ -12,29 +12,7 @@ import pytest
 
 from helpers import ROOT, python
 
-# As Slurm 24.11 prints it.
-JOB = """JobId=17 JobName=my run
-   UserId=dray(1000) GroupId=dray(1000) MCS_label=N/A
-   Priority=1 Nice=0 Account=proj-1 QOS=normal
-   JobState=RUNNING Reason=None Dependency=(null)
-   Requeue={requeue} Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
-   RunTime=00:00:10 TimeLimit=1-02:00:00 TimeMin=N/A
-   Partition=standard-g AllocNode:Sid=login:123
-   ReqNodeList=(null) ExcNodeList={excluded}
-   NodeList=n[1-2]
-   NumNodes=2 NumCPUs=16 NumTasks=2 CPUs/Task=7 ReqB:S:C:T=0:0:*:*
-   MinCPUsNode=7 MinMemoryNode={memory} MinTmpDiskNode=0
-   Features=(null) DelayBoot=00:00:00
-   Reservation=(null)
-   OverSubscribe={share} Contiguous=0 Licenses=(null) Network=(null)
-   Command=/home/me/dray/slurm/multinode.sh
-   WorkDir=/home/me/my work
-   StdErr=/home/me/my work/dray-17.out
-   StdIn=/dev/null
-   StdOut=/home/me/my work/dray-17.out
-   MailUser=me@example.org MailType=END,FAIL
-   TresPerNode=gres/gpu:a100:4
-"""
+SHOWN = "JobId=17 JobName=my run JobState={state} Restarts=0 BatchFlag=1"
 TOOL = """#!{python}
 import json, os, sys
 words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
@@ -51,8 +29,8 @@ SCRIPT = """
 set -euo pipefail
 image=/i.sif attempt="/home/me/my runs/r/attempt-1"
 given=(recipes/x.toml "data.train=/my data/*.jsonl" -- python3 "my train.py")
-source "$DRAY_HOME/slurm/lib.sh"
-lost=() stopped_by="" grace_s="${GRACE:-}"
+source "$DRAY_HOME/slurm/job.sh"
+lost=() stopped_by=""
 end::decided
 ((${#lost[@]} == 0)) || echo "lost ${lost[*]}"
 """
@@ -68,16 +46,15 @@ class Slurm:
             (folder / name).chmod(0o755)
 
     def after(
-        self, decided: str, *, answers: dict[str, str] | None = None, memory: str = "0", excluded: str = "(null)",
-        share: str = "OK", state: str = "RUNNING", **env: str,
-    ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:  # fmt: skip
+        self, decided: str, *, answers: dict[str, str] | None = None, state: str = "RUNNING", **env: str
+    ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
         """What is printed, and what Slurm was asked."""
         (self.folder / "next").write_text(decided)
         self.calls.write_text("")
-        job = JOB.format(requeue=0, memory=memory, excluded=excluded, share=share).replace("RUNNING", state)
         env = {
             **{"PATH": f"{self.folder}:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "CALLS": str(self.calls)},
-            **{"JOB": job, "ANSWERS": json.dumps(answers or {}), "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"},
+            **{"JOB": SHOWN.format(state=state), "ANSWERS": json.dumps(answers or {}), "SLURM_JOB_ID": "17"},
+            **{"SLURM_JOB_NUM_NODES": "2"},
             **env,
         }
         argv = ["bash", "-c", SCRIPT]
@@ -111,17 +88,12 @@ def test_it_is_put_back(slurm: Slurm) -> None:
     )
 
 
-@pytest.mark.parametrize(("excluded", "list_"), [("(null)", "n2"), ("n7,n9", "n7,n9,n2")])
-def test_without_a_node_that_is_unfit(slurm: Slurm, excluded: str, list_: str) -> None:
-    _, calls = slurm.after("requeue n2\n", excluded=excluded)
-    assert calls == [["scontrol", "requeue", "17"], ["scontrol", "update", "job=17", f"ExcNodeList={list_}"]]
-
-
-def test_without_several(slurm: Slurm) -> None:
-    _, calls = slurm.after("requeue n2 n5\n", excluded="n7")
-    assert calls == [["scontrol", "requeue", "17"], ["scontrol", "update", "job=17", "ExcNodeList=n7,n2,n5"]]
-    _, (_, follow) = slurm.after("requeue n2 n5\n", answers=REFUSED, excluded="n7")
-    assert "--exclude=n7,n2,n5" in follow
+def test_without_nodes_that_are_unfit(slurm: Slurm) -> None:
+    decided = "requeue n2 n5\n--exclude=n7,n9,n2,n5\n--account=x\n"
+    _, calls = slurm.after(decided)
+    assert calls == [["scontrol", "requeue", "17"], ["scontrol", "update", "job=17", "ExcNodeList=n7,n9,n2,n5"]]
+    _, (_, follow) = slurm.after(decided, answers=REFUSED)
+    assert "--exclude=n7,n9,n2,n5" in follow
 
 
 def test_a_task_of_an_array_puts_back_itself_alone(slurm: Slurm) -> None:
@@ -131,14 +103,14 @@ def test_a_task_of_an_array_puts_back_itself_alone(slurm: Slurm) -> None:
 
 def test_what_follows_a_task_of_an_array_waits_for_that_task_alone(slurm: Slurm) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
-    _, (_, follow) = slurm.after("requeue\n", answers={"scontrol requeue": "!Job requeue disabled"}, **array)
+    _, (_, follow) = slurm.after(LIKE_THIS, answers={"scontrol requeue": "!Job requeue disabled"}, **array)
     assert follow[:4] == ["sbatch", "--parsable", "--dependency=afterany:17_3", "--nodes=2"]
 
 
 def test_slurm_is_asked_how_a_task_of_an_array_ended(slurm: Slurm) -> None:
     """By the number of the array it would tell of all its tasks."""
     (slurm.folder / "scontrol").write_text('#!/bin/bash\necho "$@"\n')
-    script = 'source "$DRAY_HOME/slurm/lib.sh"; stopped_by="" lost=() began_at=5; end::job 1'
+    script = 'source "$DRAY_HOME/slurm/job.sh"; stopped_by="" lost=() began_at=5; end::job 1'
     env = {"PATH": f"{slurm.folder}:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "HOME": "/nowhere"}
     for array, asked in (({}, "17"), ({"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}, "17_3")):
         argv = ["bash", "-euo", "pipefail", "-c", script]
@@ -156,11 +128,8 @@ def test_slurm_has_done_it_already(slurm: Slurm) -> None:
     assert (len(calls), done.stdout) == (1, "requeued: by Slurm itself; job 17 goes on in this run folder\n")
 
 
-OPTIONS = [
-    *("--job-name=my run", "--account=proj-1", "--qos=normal", "--partition=standard-g", "--time=1-02:00:00"),
-    *("--cpus-per-task=7", "--gres=gpu:a100:4", "--mail-user=me@example.org", "--mail-type=END,FAIL"),
-    *("--chdir=/home/me/my work", "--open-mode=append", "--output=/home/me/my work/dray-17.out"),
-]
+OPTIONS = ["--job-name=my run", "--exclusive", "--chdir=/home/me/my work", "--signal=B:USR1@600"]
+LIKE_THIS = "".join(f"{line}\n" for line in ("requeue ", *OPTIONS))
 REST = [
     f"{ROOT}/slurm/multinode.sh", "--run=/home/me/my runs/r", "recipes/x.toml", "data.train=/my data/*.jsonl", "--",
     "python3", "my train.py",
@@ -168,7 +137,7 @@ REST = [
 
 
 def test_where_slurm_puts_nothing_back_another_job_follows(slurm: Slurm) -> None:
-    done, (_, follow) = slurm.after("requeue\n", answers={**REFUSED, "sbatch --parsable": "18;cluster"})
+    done, (_, follow) = slurm.after(LIKE_THIS, answers={**REFUSED, "sbatch --parsable": "18;cluster"})
     assert follow == ["sbatch", "--parsable", "--dependency=afterany:17", "--nodes=2", *OPTIONS, *REST]
     assert done.stdout == (
         "not requeued: Job requeue disabled for job 17\n"
@@ -176,14 +145,9 @@ def test_where_slurm_puts_nothing_back_another_job_follows(slurm: Slurm) -> None
     )
 
 
-def test_it_takes_over_memory_exclusive_nodes_and_those_left_out(slurm: Slurm) -> None:
-    _, (_, follow) = slurm.after("requeue n2\n", answers=REFUSED, memory="480G", excluded="n7", share="NO")
-    assert {"--mem=480G", "--exclude=n7,n2", "--exclusive"} < {*follow}
-
-
 def test_where_a_node_may_not_submit_the_line_is_printed(slurm: Slurm) -> None:
     answers = {**REFUSED, "sbatch --parsable": "!sbatch: error: Access/permission denied"}
-    done, (_, follow) = slurm.after("requeue\n", answers=answers)
+    done, (_, follow) = slurm.after(LIKE_THIS, answers=answers)
     assert done.returncode == 0
     line = done.stdout.splitlines()[-1]
     assert line.startswith("  fix:    type this on a login node: sbatch ")
@@ -193,13 +157,6 @@ def test_where_a_node_may_not_submit_the_line_is_printed(slurm: Slurm) -> None:
     assert typed.stdout.split("\0")[:-1] == follow
 
 
-@pytest.mark.parametrize(("grace", "option"), [("600", ["--signal=B:USR1@600"]), ("", [])])
-def test_it_is_told_as_early_as_this_one(slurm: Slurm, grace: str, option: list[str]) -> None:
-    """scontrol does not show a job's own --signal, and the planner has told the seconds."""
-    _, (_, follow) = slurm.after("requeue\n", answers=REFUSED, GRACE=grace)
-    assert [word for word in follow if "signal" in word] == option
-
-
 @pytest.mark.parametrize("decided", [""])
 def test_nothing_is_asked_where_nothing_is_decided(slurm: Slurm, decided: str) -> None:
     done, calls = slurm.after(decided)
@@ -207,8 +164,12 @@ def test_nothing_is_asked_where_nothing_is_decided(slurm: Slurm, decided: str) -
 
 
 @pytest.mark.parametrize(
-    "decided", ["cancel\n", "requeue $(touch bad)\n", "requeue -w\n", "requeue n2 n3,n4\n", "spare n2 -w\n", "x" * 5000]
-)
+    "decided",
+    [
+        "cancel\n", "requeue $(touch bad)\n", "requeue -w\n", "requeue n2 n3,n4\n", "spare n2 -w\n", "x" * 5000,
+        "requeue\n/tmp/evil.sh\n", "requeue\n-w\n", "requeue\n--wrap\t=x\n", "requeue\n--comment=a\x1b\n",
+    ],
+)  # fmt: skip
 def test_the_image_s_word_is_not_trusted(slurm: Slurm, tmp_path: Path, decided: str) -> None:
     done, calls = slurm.after(decided)
     assert (done.returncode, calls, (tmp_path / "bad").exists()) == (78, [], False)
@@ -216,19 +177,16 @@ def test_the_image_s_word_is_not_trusted(slurm: Slurm, tmp_path: Path, decided: 
 
 def test_no_other_job_follows_where_slurm_does_not_answer(slurm: Slurm) -> None:
     """It may have put this one back all the same, and both would do the same work."""
-    done, calls = slurm.after("requeue\n", answers=REFUSED, JOB="")
+    done, calls = slurm.after(LIKE_THIS, answers=REFUSED, JOB="")
     assert [call[:2] for call in calls] == [["scontrol", "requeue"]]
+    assert slurm.after("requeue \n", answers=REFUSED)[0].stdout == done.stdout  # it did not when the nodes ended
     assert done.stdout == (
         "unknown whether job 17 was requeued, since Slurm does not answer; look with squeue --job=17\n"
     )
 
 
-def test_a_follow_on_with_spare_nodes_is_left_to_itself_too_and_starts_where_this_one_did(
-    slurm: Slurm, tmp_path: Path
-) -> None:
-    (slurm.folder / "srun.options").write_text("--nodes=2\n--no-kill\n")
+def test_a_follow_on_starts_where_this_one_did(slurm: Slurm, tmp_path: Path) -> None:
     answers = {**REFUSED, "sbatch --parsable": "!sbatch: error: Access/permission denied"}
-    done, (_, follow) = slurm.after("requeue\n", answers=answers, SLURM_SUBMIT_DIR=str(tmp_path))
-    assert "--no-kill" in follow
+    done, _ = slurm.after(LIKE_THIS, answers=answers, SLURM_SUBMIT_DIR=str(tmp_path))
     line = done.stdout.splitlines()[-1]
     assert line.startswith(f"  fix:    type this on a login node: cd {tmp_path} && sbatch ")

@@ -64,7 +64,7 @@ def ended(folder: Path, do: str, **env: str) -> tuple[subprocess.CompletedProces
         "PATH": f"{folder}:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "SLURM_JOB_ID": "17", "ENVIRONMENT": "BATCH",
         "STATE": "RUNNING", "RESTARTS": "0", "FLAGS": "ExpeditedRequeue=Yes", **env,
     }  # fmt: skip
-    script = f'set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; {do}'
+    script = f'set -euo pipefail; source "$DRAY_HOME/slurm/job.sh"; {do}'
     done = subprocess.run(
         ["bash", "-c", script], cwd=folder, env=known, capture_output=True, text=True, check=False, timeout=60
     )
@@ -84,7 +84,7 @@ def test_when_a_requeued_job_starts(tmp_path: Path, flags: str, when: str) -> No
     assert done.stdout == f"requeued: job 17 goes on in this run folder; Slurm starts it {when}\n"
 
 
-@pytest.mark.parametrize("do", ["exit 78", 'lib::die 78 "no"', '( exit 78 ); echo "not reached"'])
+@pytest.mark.parametrize("do", ["exit 78", 'job::die 78 "no"', '( exit 78 ); echo "not reached"'])
 def test_a_job_that_fails_is_not_held_in_the_queue(tmp_path: Path, do: str) -> None:
     """Slurm 26.05 would put it back for its exit code, and hold it (REQUEUE_HOLD)."""
     done, calls = ended(tmp_path, do)

@@ -1,4 +1,4 @@
-"""slurm/lib.sh asks Slurm for the ranks: is the job that has the folder of the checkpoints gone?"""
+"""slurm/job.sh asks Slurm for the ranks: is the job that has the folder of the checkpoints gone?"""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TOKEN = "0123456789abcdef" * 2
 GONE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 SCRIPT = """
 set -euo pipefail
-source "$DRAY_HOME/slurm/lib.sh"
+source "$DRAY_HOME/slurm/job.sh"
 attempt="$1" checkpoints="$2"
-lib::lease
+job::lease
 """
 
 

@@ -175,7 +175,7 @@ class TestCorrections:
             image.parent.mkdir()
             image.write_text(name)
             image.with_name("image.json").write_text(json.dumps({"name": name, "file": store.stat(image)}, indent=1))
-        script = """source "$DRAY_HOME/slurm/lib.sh"; engine=apptainer given_image="" recipe="" runs=/r; plan::guess"""
+        script = """source "$DRAY_HOME/slurm/job.sh"; engine=apptainer given_image="" recipe="" runs=/r; plan::guess"""
         for name in ("cpu", "cuda", "rocm"):
             (build / f"dray-{name}.sif").touch()
         for guessed in ("dray-cpu.sif", "dray-cuda.sif", "dray-rocm.sif", "dray-mine/image.sif"):
@@ -213,7 +213,7 @@ class TestCorrections:
 
     def test_the_engine_is_found_where_apptainer_is_not(self, job: Job) -> None:
         (job.bin / "apptainer").unlink()
-        script = 'source "$DRAY_HOME/slurm/lib.sh"; engine::found'
+        script = 'source "$DRAY_HOME/slurm/job.sh"; engine::found'
         for options, tool, expected in (
             ("--container-image", "x", "pyxis\n"), ("--container-image --environment", "x", "edf\n"), ("", "x", ""),
             ("", "podman-hpc", "podman-hpc\n"), ("--environment", "x", "edf\n"),
@@ -324,7 +324,7 @@ class TestStopped:
     @pytest.mark.seconds
     @pytest.mark.parametrize("kept", [True, False])
     def test_a_job_that_is_cancelled(self, job: Job, tmp_path: Path, *, kept: bool) -> None:
-        """By the real lib.sh: what Slurm said, when, how far it was, and what there is to resume from."""
+        """By the real job.sh: what Slurm said, when, how far it was, and what there is to resume from."""
         checkpoints = tmp_path / "kept"
         (checkpoints / "step-40").mkdir(parents=True)
         (checkpoints / "step-9").mkdir()
@@ -521,7 +521,7 @@ def test_sbatch_finds_the_checkout_from_its_spool(script: str, typed: str, tmp_p
     checkout = tmp_path / "a checkout"
     for folder in (checkout / "slurm", tmp_path / "project", tmp_path / "bin"):
         folder.mkdir(parents=True)
-    (checkout / "slurm/lib.sh").write_text('lib::main() { echo "$DRAY_HOME"; }\n')
+    (checkout / "slurm/job.sh").write_text('job::main() { echo "$DRAY_HOME"; }\n')
     (tmp_path / "slurm_script").write_text((ROOT / "slurm" / script).read_text())
     command = typed.format(script, tmp=tmp_path)
     (tmp_path / "bin/scontrol").write_text(f"#!/bin/sh\necho '   Command={command}'\n")

@@ -140,7 +140,7 @@ ROOTS = pytest.mark.skipif(os.geteuid() != 0, reason="root makes another user's 
         (_nothing, "is not there"),
         (_link, "is not there"),
         (_folder, "is not there"),
-        (_half, "is not whole"),
+        (_half, f"has another digest, {hashlib.sha256(IMAGE[:999]).hexdigest()}"),
         (_changed, f"has another digest, {hashlib.sha256(IMAGE[::-1]).hexdigest()}"),
         (_open, "could be changed by another user"),
         pytest.param(_theirs, "could be changed by another user", marks=ROOTS),
@@ -178,9 +178,9 @@ def test_tmp_is_a_folder_for_copies(node: Node) -> None:
     assert node.run().stdout == f"{node.copy}\n"
 
 
-JOB = """set -euo pipefail; shopt -s extglob; source "$DRAY_HOME/slurm/lib.sh"
+JOB = """set -euo pipefail; shopt -s extglob; source "$DRAY_HOME/slurm/job.sh"
 image="$1" stage="$2" spares="$3" stopped_by=""; trap 'stopped_by=TERM' TERM
-lib::stage; echo "on${stopped_by:+ $stopped_by}" """
+job::stage; echo "on${stopped_by:+ $stopped_by}" """
 CALL = '#!/bin/bash\nprintf "%s\\n" "${0##*/}" "$@" >>calls\n'
 
 
@@ -298,14 +298,14 @@ def test_a_run_that_is_to_end_does_not_wait_for_it(batch: Batch, by: str) -> Non
 
 def test_it_is_done_in_the_attempt_s_folder_before_the_nodes_start(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    script = """set -euo pipefail; shopt -s extglob; source "$DRAY_HOME/slurm/lib.sh"; attempt="$PWD"; cd /
+    script = """set -euo pipefail; shopt -s extglob; source "$DRAY_HOME/slurm/job.sh"; attempt="$PWD"; cd /
         stopped_by="" stopped_at="" late="" nodes_pid="" began_at=""; srun() { echo "$*" >>order; }; tail() { :; }
-        lib::stage() { echo "lib::stage" >>order; }; end::finish() { echo "end::finish $1" >>order; }; lib::start"""
+        job::stage() { echo "job::stage" >>order; }; end::finish() { echo "end::finish $1" >>order; }; job::start"""
     env = {"PATH": "/usr/bin:/bin", "DRAY_HOME": str(ROOT), "SLURM_JOB_NUM_NODES": "3"}
     subprocess.run(["bash", "-c", script], env=env, cwd=tmp_path, check=True)
     first, second, *_, last = (tmp_path / "order").read_text().splitlines()
     words = (tmp_path / "order").read_text().partition("end::finish")[0].split()
-    assert (first, second.split()[0], words[-1], last) == ("lib::stage", "--overlap", "./node.sh", "end::finish 0")
+    assert (first, second.split()[0], words[-1], last) == ("job::stage", "--overlap", "./node.sh", "end::finish 0")
 
 
 @pytest.mark.shellcheck

@@ -31,7 +31,7 @@ def tasks(tmp_path: Path) -> Path:
 
 def given(*words: str | Path, task: str | None = "1") -> subprocess.CompletedProcess[str]:
     """What the script takes these arguments for, with a NUL behind each."""
-    script = """set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; lib::task "$@"; printf '%s\\0' "${given[@]}" """
+    script = """set -euo pipefail; source "$DRAY_HOME/slurm/job.sh"; job::task "$@"; printf '%s\\0' "${given[@]}" """
     env = {**PYTHON, "DRAY_HOME": str(ROOT)} | ({} if task is None else {"SLURM_ARRAY_TASK_ID": task})
     argv = ["bash", "-c", script, "job", *map(str, words)]
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
@@ -163,12 +163,11 @@ def test_a_job_that_follows_a_task_goes_on_in_its_run_with_its_settings(tmp_path
     """It is no task of an array."""
     job = Job(tmp_path)
     job.tool("sbatch", FAKE_SBATCH)
-    job.tool("scontrol", "#!/bin/bash\necho 'JobId=17 ArrayJobId=17 JobName=tiny StdOut=/r/s-%a/job-%A_%a.log'\n")
     words = (f"--tasks={tasks}", "--site=", "recipes/smoke-cpu.toml", "train.steps=9")
     run = f"{tasks.parent.parent}/s-2"
-    script = f"""set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"
+    script = f"""set -euo pipefail; source "$DRAY_HOME/slurm/job.sh"
         plan::attempt() {{ attempt={shlex.quote(run)}/attempt-1; mkdir -p "$attempt"; }}
-        lib::start() {{ shown="$(scontrol)"; end::follow; }}; lib::lease() {{ :; }}; lib::main "$@" """
+        job::start() {{ end::follow --job-name=tiny; }}; job::lease() {{ :; }}; job::main "$@" """
     ended = subprocess.run(
         ["bash", "-c", script, "job", *words],
         env={**job.env, **array(2), "CALLS": str(tmp_path / "calls")}, cwd=job.home, capture_output=True, text=True,
@@ -177,7 +176,7 @@ def test_a_job_that_follows_a_task_goes_on_in_its_run_with_its_settings(tmp_path
     assert "follow-on: job 20 goes on in this run folder" in ended.stdout, ended.stderr
     assert (tmp_path / "calls").read_text().split("\0")[:-1] == [
         "--parsable", "--dependency=afterany:17_2", "--nodes=1", "--job-name=tiny",
-        "--open-mode=append", "--output=/r/s-2/job-17_2.log", f"{job.home}/slurm/singlenode.sh",
+        f"{job.home}/slurm/multinode.sh",
         f"--run={run}", f"--run={run}", "--site=", "recipes/smoke-cpu.toml", "train.steps=9",
         "data.train=/my data/*.jsonl", "env.X=$(id) \"'`\\",
     ]  # fmt: skip

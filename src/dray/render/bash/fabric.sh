@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Libraries of the host for the fabric. node.sh contains this file after places.sh.
+# Libraries of the host for the fabric. node.sh contains this file after mounts.sh.
 
 node::newest() { # PATTERN WANTED WHY: sets `newest`
   newest="$(compgen -G "$1" | sort --version-sort | tail --lines=1)" || true

@@ -5,20 +5,16 @@ node::signed() { # ENGINE image|layer FILE WHY KEY...
   local -r engine="$1" what="$2" file="$3" why="$4"
   local found key groups
   shift 4
-  if found="$("$engine" verify --local --json "$file" 2>&1)"; then
+  if ! found="$("$engine" verify --local --json "$file" 2>&1)"; then
+    found="$(grep '^FATAL' <<<"$found" || tail --lines=3 <<<"$found")"
+  else
     found="${found//[[:space:]]/}"
     # A signature is for a group of the file's parts, and what starts could be in a group of another signer.
     groups="$("$engine" sif list "$file" | sed --quiet 's/^[0-9][0-9]* *|\([0-9][0-9]*\) .*/\1/p' | sort --unique)" || true
-    if [[ "$groups" =~ ^[0-9]+$ ]]; then
-      for key; do
-        [[ "${found^^}" != *"\"FINGERPRINT\":\"$key\""* ]] || return 0
-      done
-      found="it is signed with another key"
-    else
-      found="its parts are not in one group, and each group has signatures of its own"
-    fi
-  else
-    found="$(grep '^FATAL' <<<"$found" || tail --lines=3 <<<"$found")"
+    for key; do
+      [[ ! "$groups" =~ ^[0-9]+$ || "${found^^}" != *"\"FINGERPRINT\":\"$key\""* ]] || return 0
+    done
+    found="it is signed with another key, or its parts are not in one group, and each group has signatures of its own"
   fi
   printf 'dray: the %s lacks the required signature\n  where:  %s on node %s\n  wanted: a signature with one of %s\n  found:  %s\n  fix:    %s\n' \
     "$what" "$file" "$(node::host)" "$*" "$(paste --serial --delimiters=' ' <<<"$found")" \

@@ -15,8 +15,6 @@ node::stage() { # IMAGE COPY SHA256: sets `image`: the copy, once it is proved, 
   elif [[ ! -O "$2" || ! "$(stat --dereference --format=%u -- "${folder:-/}")" =~ ^(0|$UID)$ ]] ||
     ((8#$mode & 8#22 && !(8#$mode & 8#1000))) || ! chmod 600 -- "$2"; then
     wrong="could be changed by another user"
-  elif [[ "$(stat --format=%s -- "$2")" != "$(stat --dereference --format=%s -- "$1")" ]]; then
-    wrong="is not whole"
   else
     digest="$(sha256sum <"$2")" || digest=""
     [[ "${digest%% *}" == "$3" ]] || wrong="has another digest, ${digest%% *}"

@@ -6,8 +6,7 @@
 readonly node__grace_s=10 # from SIGTERM to SIGKILL
 
 node::start() { # COMMAND...
-  local engine="" early="" heard code started
-  local -a own words
+  local engine="" early="" heard code=0 started
   for heard in TERM INT HUP USR1; do
     # shellcheck disable=SC2064 # now, not then
     trap "node::heard $heard" "$heard"
@@ -19,19 +18,13 @@ node::start() { # COMMAND...
   started=$!
   set +m
   # Until the child is the engine, it is a copy of this bash, whose handler would take a signal that nobody looks at later.
-  mapfile -d '' -t own </proc/$$/cmdline
-  words=("${own[@]}")
-  while [[ "${words[*]}" == "${own[*]}" ]]; do
+  while [[ "$(cat "/proc/$started/cmdline")" == "$(cat "/proc/$$/cmdline")" ]]; do
     sleep 0.01 # the disk with the engine's program may be slow
-    words=()
-    mapfile -d '' -t words <"/proc/$started/cmdline" || true # it has ended
-  done 2>/dev/null
+  done 2>/dev/null # it may have ended
   engine=$started
   [[ -z "$early" ]] || node::heard "$early"
-  while :; do # a signal ends the wait, and not the engine
-    code=0
-    wait "$engine" || code=$?
-    kill -0 "$engine" 2>/dev/null || break
+  while kill -0 "$engine" 2>/dev/null; do # a signal ends the wait, and not the engine
+    wait "$engine" || true
   done
   wait "$engine" || code=$?
   node::sweep
@@ -73,8 +66,5 @@ node::left() {
   done
 }
 
-# shellcheck disable=SC2317 # the trap calls it
-node::clean() { # what was compiled on this node goes when it has ended, and sbcast's copy of the image
-  rm -rf -- "$scratch" ${copy:+"$copy"} || true
-}
-trap node::clean EXIT
+# What was compiled on this node goes when it has ended, and sbcast's copy of the image.
+trap 'rm -rf -- "$scratch" ${copy:+"$copy"} || true' EXIT

@@ -31,7 +31,7 @@ _LIMIT = 1 << 14  # bytes
 
 
 class Holder(NamedTuple):
-    """The run that holds the folder. slurm/lib.sh reads token, job, run and attempt, in this order."""
+    """The run that holds the folder. slurm/job.sh reads token, job, run and attempt, in this order."""
 
     token: str
     node: str

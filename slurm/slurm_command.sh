@@ -2,11 +2,11 @@
 # In the image, under the name of a program of Slurm: login.sh runs that program outside, and this script prints its output.
 set -euo pipefail
 
-door="${0%/*/*}"
-call="$(mktemp -d -- "$door/call-XXXXXX")"
+relay="${0%/*/*}"
+call="$(mktemp -d -- "$relay/call-XXXXXX")"
 printf '%s\0' "${0##*/}" "$PWD" "$@" >"$call/argv"
 mkfifo -- "$call/code"
-printf '%s\n' "${call##*/}" >"$door/calls"
+printf '%s\n' "${call##*/}" >"$relay/calls"
 read -r code <"$call/code"
 cat -- "$call/out"
 cat -- "$call/err" >&2

@@ -1,67 +1,55 @@
 #!/usr/bin/env bash
 # What slurm/multinode.sh and slurm/singlenode.sh do, in bash: the nodes need Slurm, a container engine and this.
 
-# shellcheck source=slurm/engines.sh
 source "$DRAY_HOME/slurm/engines.sh"
-# shellcheck source=slurm/adopt.sh
 source "$DRAY_HOME/slurm/adopt.sh"
-# shellcheck source=slurm/plan.sh
 source "$DRAY_HOME/slurm/plan.sh"
-# shellcheck source=slurm/end.sh
 source "$DRAY_HOME/slurm/end.sh"
 
-readonly -a lib__signals=(HUP INT TERM USR1 USR2)
+export DRAY_HOME
+readonly -a job__signals=(HUP INT TERM USR1 USR2)
 # What each task starts with: ATTEMPT SCRIPT. A node that does not see the run's folder cannot read a script in it, nor write into
-# its log: the exit code is all that srun can tell of it. It waits for the others, since srun ends all tasks with the first that
-# fails. And a user who may write the folder of the runs can put another run in this one's place; what is in a folder of this
-# user's, no other user can change. For `exec ./node.sh` bash would take the whole path, which may lead to another run by then.
-readonly lib__blind=96
-readonly lib__sbcast_s=900
+# its log: the exit code is all that srun can tell of it, and dray finish reads it in srun's words. It waits for the others, since
+# srun ends all tasks with the first that fails. And a user who may write the folder of the runs can put another run in this one's
+# place; what is in a folder of this user's, no other user can change. For `exec ./node.sh` bash would take the whole path, which
+# may lead to another run by then.
 # shellcheck disable=SC2016 # the tasks expand it
-readonly lib__task='
+readonly job__task='
   if cd -- "$0" 2>/dev/null && [[ -x "$1" ]]; then
     [[ -O . && -O .. && -O "$1" ]] && exec bash "$1"
     echo "dray: $PWD belongs to another user: $HOSTNAME" >&2
     exit 78
   fi
-  trap "exit '$lib__blind'" TERM
+  trap "exit 96" TERM
   sleep 1
-  exit '$lib__blind
+  exit 96'
 
-lib::die() { # CODE LINE...
-  local -r code="$1"
-  shift
-  printf 'dray: %s\n' "$1" >&2
-  shift
-  (($# == 0)) || printf '  %s\n' "$@" >&2
-  exit "$code"
+job::die() { # CODE LINE...
+  printf 'dray: %s\n' "$2" >&2
+  (($# < 3)) || printf '  %s\n' "${@:3}" >&2
+  exit "$1"
 }
 
-lib::plain() { # WHERE VALUE: no control character, which could end a line of srun's options, of the facts or of a comment
-  [[ "$2" != *[[:cntrl:]]* ]] || lib::die 78 "a value has a control character, such as a line break" "where:  $1" \
-    "wanted: one line of text: it reaches bash, srun or a comment of a script" "found:  $(printf '%q' "$2")" \
-    "fix:    give another name or value"
-}
-
-lib::given() { # [ARGUMENT...]: all that reaches bash, srun and the facts from outside; a command goes into plan.json alone
+job::given() { # [ARGUMENT...]: all that reaches bash, srun and the facts from outside; a command goes into plan.json alone
   local word
   for word in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,ARRAY_{JOB,TASK}_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
-    lib::plain "$word" "${!word:-}"
+    set -- "$word=${!word:-}" "$@"
   done
   for word in "$@"; do
     [[ "$word" != -- ]] || break
-    lib::plain "the command line" "$word"
+    [[ "$word" != *[[:cntrl:]]* ]] || job::die 78 "a value has a control character, such as a line break" \
+      "where:  a variable, or a word of the command line" "found:  $(printf '%q' "$word")" "fix:    give another name or value"
   done
 }
 
-lib::hub() { # HF_HOME, as the library has it where nobody sets it, if this user has such a cache
+job::hub() { # HF_HOME, as the library has it where nobody sets it, if this user has such a cache
   local -r usual="${XDG_CACHE_HOME:-${HOME:-}/.cache}/huggingface"
   [[ -n "${HF_HOME:-}" || ! -d "$usual" ]] || export HF_HOME="$usual"
-  [[ "${HF_HOME:-}" != /* || -d "$HF_HOME" ]] || mkdir -p -- "$HF_HOME" || lib::die 78 "the folder of HF_HOME cannot be made" \
-    "where:  $HF_HOME on node $(</proc/sys/kernel/hostname)" "fix:    export HF_HOME=FOLDER, with a folder that you may write and that all nodes share"
+  [[ "${HF_HOME:-}" != /* ]] || mkdir -p -- "$HF_HOME" ||
+    job::die 78 "the folder of HF_HOME cannot be made" "where:  $HF_HOME on node $(</proc/sys/kernel/hostname)" "fix:    export HF_HOME=FOLDER"
 }
 
-lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and the settings of this task of an array, a line of FILE
+job::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and the settings of this task of an array, a line of FILE
   given=("$@")
   [[ "${1:-}" == --tasks=* ]] || return 0
   local -r file="${1#*=}" task="${SLURM_ARRAY_TASK_ID:-}"
@@ -69,17 +57,17 @@ lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and th
   local -a words=()
   local line found
   shift
-  [[ "$task" =~ ^[1-9][0-9]{0,8}$ ]] || lib::die 78 "--tasks works only in a task of a job array" \
+  [[ "$task" =~ ^[1-9][0-9]{0,8}$ ]] || job::die 78 "--tasks works only in a task of a job array" \
     "found:  SLURM_ARRAY_TASK_ID=$task" "fix:    leave --tasks out and name a recipe; dray study submits job arrays"
   found="$(LC_ALL=C stat --format='a %F of user %u, mode %a' -- "$file" 2>/dev/null)" || found="no file"
   # What is in it decides what is started.
   [[ "$file" == /*/*/* && "$found" =~ ^"a regular "(empty )?"file of user $EUID, mode "[0-7]*[0145][0145]$ ]] ||
-    lib::die 78 "the file with the tasks of this array is not used" "where:  $file" \
+    job::die 78 "the file with the tasks of this array is not used" "where:  $file" \
       "wanted: the whole path of a file of user $EUID, which nobody else may write" "found:  $found" "fix:    submit the study again"
   line="$(sed -n "${task}p" -- "$file")"
   found="no such line"
   [[ -z "$line" ]] || printf -v found '%q' "${line:0:200}"
-  [[ "$line" =~ $valid ]] || lib::die 78 "the file with the tasks of this array has no valid line for this task" \
+  [[ "$line" =~ $valid ]] || job::die 78 "the file with the tasks of this array has no valid line for this task" \
     "where:  $file, line $task" "wanted: a run's name, then its settings, separated by tabs" "found:  $found" \
     "fix:    submit the study again"
   IFS=$'\t' read -ra words <<<"$line"
@@ -91,52 +79,38 @@ lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and th
   given+=("${words[@]:1}" "$@")
 }
 
-lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or from the checkout
+job::recipe() { # NAME: the recipe's file, seen from the folder of submission or from the checkout
   local candidate
   for candidate in "$1" "${SLURM_SUBMIT_DIR:-$PWD}/$1" "$DRAY_HOME/$1" "$DRAY_HOME/recipes/$1.toml"; do
     [[ -f "$candidate" ]] && { realpath -- "$candidate"; return; }
   done
-  lib::die 78 "there is no recipe $1" "where:  $PWD and $DRAY_HOME" \
+  job::die 78 "there is no recipe $1" "where:  $PWD and $DRAY_HOME" \
     "wanted: a recipe file of yours, or one of $(cd "$DRAY_HOME/recipes" && echo *.toml | cut --delimiter=' ' --fields=1-5) ..."
 }
 
-lib::setting() { # KEY=VALUE: as the planner takes it; a SIF by its whole path
-  if [[ "$1" == adopted=[!/]*[./]* ]]; then
-    printf 'adopted=%s\n' "$(cd -- "${SLURM_SUBMIT_DIR:-$PWD}" && realpath --no-symlinks -- "${1#adopted=}")"
-  else
-    printf '%s\n' "$1"
-  fi
+job::setting() { # KEY=VALUE: as the planner takes it; a SIF by its whole path
+  [[ "$1" != adopted=[!/]*[./]* ]] || set -- "adopted=$(cd -- "${SLURM_SUBMIT_DIR:-$PWD}" && realpath --no-symlinks -- "${1#adopted=}")"
+  printf '%s\n' "$1"
 }
 
-lib::listen() { # FUNCTION: which is called with each signal's name
+job::listen() { # COMMAND: which is called with each signal's name
   local signal
-  for signal in "${lib__signals[@]}"; do
+  for signal in "${job__signals[@]}"; do
     # shellcheck disable=SC2064 # now, not then
     trap "$1 $signal" "$signal"
   done
 }
 
-lib::uptime() { # sets `now`: seconds by a clock that nobody sets
-  read -r now _ </proc/uptime
-}
-
-lib::late() { # SIGNAL: between the nodes' end and the next start of nodes, if there is one
-  late="$1"
-}
-
-lib::later() { # SECONDS: Slurm tells a job at once whose time limit is nearer than --signal says; it hears it then
-  echo "dray: SIGUSR1 came at the start of a short job: the run is asked to save and end in $1 s, when a third of its time is left" >&2
-  # It ends with this script, too.
-  (timeout "$1" tail --pid=$$ --sleep-interval=0.2 --follow /dev/null || kill -USR1 $$) >/dev/null 2>&1 &
-}
-
-lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or TERM the ranks may save what they have
+job::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or TERM the ranks may save what they have
   local first="$stopped_by" now length
   printf -v now '%(%s)T' -1
   local -r begin="${SLURM_JOB_START_TIME:-0}" end="${SLURM_JOB_END_TIME:-$now}"
   length=$((end - begin))
   if [[ "$1" == USR1 ]] && ((now - begin < 60 && length <= 300 && now < end - length / 3)); then
-    lib::later $((end - length / 3 - now))
+    # Slurm tells a job at once whose time limit is nearer than --signal says. What waits ends with this script, too.
+    length=$((end - length / 3 - now))
+    echo "dray: SIGUSR1 came at the start of a short job: the run is asked to save and end in $length s, when a third of its time is left" >&2
+    (timeout "$length" tail --pid=$$ --sleep-interval=0.2 --follow /dev/null || kill -USR1 $$) >/dev/null 2>&1 &
     return 0 # without a number it would be that of what the signal interrupted
   fi
   stopped_at="${stopped_at:-$now}" stopped_by="${stopped_by:-$1}"
@@ -149,7 +123,7 @@ lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or
   [[ "$1" == TERM || -z "$nodes_pid" ]] || kill -INT "$nodes_pid" 2>/dev/null || true
 }
 
-lib::lease() { # for the ranks, which cannot ask Slurm: whether the job that has the folder of their checkpoints is gone
+job::lease() { # for the ranks, which cannot ask Slurm: whether the job that has the folder of their checkpoints is gone
   local -r holder='"token": "([0-9a-f]{32})".* "job": ([1-9][0-9]{0,17}), "run": "([^"\\]+)", "attempt": ([0-9]{1,9}),'
   local -r lease="${checkpoints:-${attempt%/*}/checkpoints}/lease.json"
   local text answer
@@ -168,7 +142,7 @@ lib::lease() { # for the ranks, which cannot ask Slurm: whether the job that has
   printf '%s\n' "$token" >"$attempt/ended"
 }
 
-lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadline (SlurmdTimeout, 5 minutes by default)
+job::lost() { # srun waits for the tasks of a dead node until Slurm's own deadline (SlurmdTimeout, 5 minutes by default)
   until compgen -G 'failures/node-*-lost-*.json' >/dev/null; do sleep 1; done
   # The first node writes its record when the others have ended. Where another one has lost the first, ranks may still run.
   compgen -G 'failures/node-0-lost-*.json' >/dev/null || sleep 30
@@ -176,7 +150,7 @@ lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadli
   kill -KILL "$nodes_pid" 2>/dev/null
 }
 
-lib::drained() { # each minute: where Slurm drains a node of the job, the run is to save and leave
+job::drained() { # each minute: where Slurm drains a node of the job, the run is to save and leave
   local node reason
   while :; do
     for _ in {1..60}; do sleep 1; done # one long sleep would outlive this
@@ -190,38 +164,11 @@ lib::drained() { # each minute: where Slurm drains a node of the job, the run is
   done
 }
 
-lib::blind() { # whether nodes do not see the run's folder; their names go into the record of the failure
-  local names verb="does" folder="${attempt%/*/*}"
-  names="$(sed -n "s/^srun: error: \([^ ]*\): tasks\{0,1\} .*: Exited with exit code $lib__blind\$/\1/p" logs/srun.log |
-    paste --serial --delimiters=,)"
-  # A program that ends with this code leaves a record of its own.
-  [[ -n "$names" ]] && ! compgen -G 'failures/rank-*.json' >/dev/null && mkdir -p failures || return
-  [[ "$names" != *[[,]* ]] || verb="do"
-  folder="${folder//\\/\\\\}"
-  printf '{"time": %s, "node": "%s", "rank": null, "code": 78, "why": "%s", "log": null, "last_lines": []}\n' "$(date +%s.%N)" "$names" \
-    "$names $verb not see ${folder//\"/\\\"}\\n  fix:    set DRAY_RUNS to a folder that all nodes share" >failures/node-blind.json
-}
-
-lib::follow() { # FILE ...: their lines, until srun has ended; a last one without an end gets it, and the run's last words follow
-  tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$@" 2>/dev/null
-  [[ -z "$(tail --bytes=1 "$1" 2>/dev/null)" ]] || echo
-}
-
-lib::kept() { # refuses a folder of runs in which everybody may rename what is there
-  local mode
-  mode="$(stat --format=%a -- "$runs")"
-  ((!(8#$mode & 8#2) || 8#$mode & 8#1000)) || lib::die 78 \
-    "everybody may rename the folders of these runs, and put others in their place" "where:  $runs" \
-    "wanted: a folder that not everybody may write, or one with the sticky bit" "found:  mode $mode" \
-    "fix:    chmod o-w $(printf '%q' "$runs"); where it is not yours: mkdir -m 700 $(printf '%q' "$runs")/\$USER && export DRAY_RUNS=$(printf '%q' "$runs")/\$USER"
-}
-
-lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the plan says so; without it they read the shared file
+job::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the plan says so; without it they read the shared file
   [[ -n "$stage" ]] || return 0
   local pid code=0 began=$SECONDS said
   # No signal ends what hangs on a dead disk, nor does the timeout that waits for it: the outer one kills that.
-  timeout --kill-after=20 "$((lib__sbcast_s + 20))" \
-    timeout --kill-after=10 "$lib__sbcast_s" sbcast "$image" "$stage" >logs/sbcast.log 2>&1 &
+  timeout --kill-after=20 920 timeout --kill-after=10 900 sbcast "$image" "$stage" >logs/sbcast.log 2>&1 &
   pid=$!
   while kill -0 "$pid" 2>/dev/null; do # a run that is to end, by a signal or dray stop, does not wait for it
     [[ -z "$stopped_by" && ! -s stop ]] || kill "$pid" 2>/dev/null || true
@@ -239,20 +186,18 @@ lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the 
     --nodelist="$spares" rm --force -- "$stage" </dev/null >>logs/sbcast.log 2>&1 &
 }
 
-lib::start() { # one task on each node; rank 0's lines are this job's output
-  local code=0 tail_pid
-  local -a watches=()
+job::start() { # one task on each node; rank 0's lines are this job's output
+  local code=0 tail_pid planned_at asked_at
+  local -a watches=() options=()
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
-  [[ -O . && -O .. ]] || lib::die 78 "the run folder belongs to another user, who decides what is in it" "where:  $attempt" \
+  [[ -O . && -O .. ]] || job::die 78 "the run folder belongs to another user, who decides what is in it" "where:  $attempt" \
     "wanted: a folder of user $EUID" "fix:    set DRAY_RUNS to a folder that only you may write"
-  lib::uptime
-  local -r planned_at="$now"
-  lib::stage
-  lib::uptime # for the nodes' script: when this one began the attempt, had the plan, and asked for the nodes
-  DRAY_ASKED="asked_boot=$(</proc/sys/kernel/random/boot_id) begun=$began_at planned=$planned_at asked=$now"
+  read -r planned_at _ </proc/uptime
+  job::stage
+  read -r asked_at _ </proc/uptime # for the nodes' script: when this one began the attempt, had the plan, and asked for the nodes
+  DRAY_ASKED="asked_boot=$(</proc/sys/kernel/random/boot_id) begun=$began_at planned=$planned_at asked=$asked_at"
   export DRAY_ASKED
-  local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
   # --overlap: inside an salloc another step may hold the nodes, and this one would wait for it without a word.
@@ -262,107 +207,107 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   set -m
   srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" \
-    bash -c "$lib__task" "$attempt" ./node.sh </dev/null 2>logs/srun.log &
+    bash -c "$job__task" "$attempt" ./node.sh </dev/null 2>logs/srun.log &
   nodes_pid=$!
   set +m
   [[ -z "$stopped_by" ]] || kill -INT "$nodes_pid" 2>/dev/null || true # heard before there was srun
-  # Of what srun itself tells some says why a node was lost, and is evidence.
   echo "logs of all ranks: $attempt/logs; below are rank 0's lines"
-  lib::follow logs/rank-0.log logs/srun.log &
+  {
+    tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log logs/srun.log 2>/dev/null
+    [[ -z "$(tail --bytes=1 logs/rank-0.log 2>/dev/null)" ]] || echo # a last line without an end gets it
+  } &
   tail_pid=$!
   if [[ " ${options[*]} " == *" --no-kill "* ]]; then
-    lib::lost &
+    job::lost &
     watches+=($!)
   fi
   if [[ " ${choices:-} " == *" drain=leave "* ]]; then
-    lib::drained &
+    job::drained &
     watches+=($!)
   fi
   while kill -0 "$nodes_pid" 2>/dev/null; do # a signal ends the wait, and not srun
     wait "$nodes_pid" || true
   done
-  lib::listen lib::late # what follows is short, and what a signal asks for
+  job::listen 'printf -v late' # what follows is short, and what a signal asks for; the next start of nodes hears it, if there is one
   wait "$nodes_pid" || code=$?
   ((${#watches[@]} == 0)) || kill "${watches[@]}" 2>/dev/null || true
   wait "$tail_pid" || true
-  ! lib::blind || code=78
   ((code != 0)) || stopped_by="" # the run ended well before it heard
   [[ -z "$stopped_by" ]] || ((code == 75)) || code=$((128 + $(kill -l "$stopped_by")))
   end::finish "$code"
 }
 
-lib::slurm() { # refuses a job without all that Slurm sets: the run would start on some of its nodes
+job::slurm() { # refuses a job without all that Slurm sets: the run would start on some of its nodes
   local name
   for name in SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES; do
-    [[ -n "${!name:-}" ]] || lib::die 78 "this is not a complete Slurm job: $name is not set" \
+    [[ -n "${!name:-}" ]] || job::die 78 "this is not a complete Slurm job: $name is not set" \
       "wanted: sbatch slurm/multinode.sh RECIPE, or the same with bash in an salloc" "fix:    do not set or unset SLURM_ variables yourself"
   done
-  [[ -z "${SLURM_HET_SIZE:-}" ]] || lib::die 78 "a heterogeneous job has several node lists, and one part would train alone" \
+  [[ -z "${SLURM_HET_SIZE:-}" ]] || job::die 78 "a heterogeneous job has several node lists, and one part would train alone" \
     "found:  SLURM_HET_SIZE=$SLURM_HET_SIZE" "fix:    submit without --het-group and without : between options"
 }
 
-lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
-  local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory="" nodes_pid="" stopped_by="" stopped_at="" late="" now began_at
-  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" choices="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+job::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
+  local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory="" nodes_pid="" stopped_by="" stopped_at="" late="" began_at
+  local recipe="" engine image layer="" attempt="" checkpoints="" stage="" spares="" choices="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local where="$DRAY_HOME" runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}" failed=-1 code
+  local -r here="$PWD"
   local -a given=() settings=() lost=()
-  lib::task "$@"
+  job::task "$@"
   set -- "${given[@]}"
-  lib::given "$@"
+  job::given "$@"
   while [[ "${1:-}" == --?* ]]; do
     case "$1" in
       --run=*) given_run="${1#*=}" ;;
       --image=*) given_image="${1#*=}" ;;
       --site=*) site="${1#*=}" ;;
       --gpu-memory=*) gpu_memory="${1#*=}" ;;
-      *) lib::die 78 "unknown option $1" "wanted: --run=, --image=, --site= or --gpu-memory=, then RECIPE [key=value ...]" \
+      *) job::die 78 "unknown option $1" "wanted: --run=, --image=, --site= or --gpu-memory=, then RECIPE [key=value ...]" \
         "fix:    put the options for sbatch before the script" ;;
     esac
     shift
   done
   given_run="${given_run%/}" # as a shell completes a folder's name
-  lib::slurm
-  lib::hub
-  lib::uptime
-  began_at="$now"
-  lib::listen lib::heard
+  job::slurm
+  job::hub
+  read -r began_at _ </proc/uptime
+  job::listen job::heard
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then
-    recipe="$(lib::recipe "$1")"
+    recipe="$(job::recipe "$1")"
     shift
   fi
   while (($# >= 1)) && [[ "$1" != -- ]]; do
-    settings+=("$(lib::setting "$1")")
+    [[ -n "$recipe" || "$1" == *=* ]] || job::die 78 "there is nothing to run: a program stands in the place of a setting" \
+      "wanted: [key=value ...] -- COMMAND ..." "found:  $1" \
+      "fix:    put -- before it:$(printf ' %q' sbatch slurm/multinode.sh "${settings[@]}" -- "$@")"
+    settings+=("$(job::setting "$1")")
     shift
   done
   local -ra command=("$@")
   # A command runs where it was submitted.
-  local where="$DRAY_HOME"
   ((${#command[@]} == 0)) || where="$(realpath -- "${SLURM_SUBMIT_DIR:-$PWD}")"
-  [[ "$where" != / ]] || lib::die 78 "a command cannot run in /, which would hide the image's own files" "fix:    submit it from its folder"
-  local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
+  [[ "$where" != / ]] || job::die 78 "a command cannot run in /, which would hide the image's own files" "fix:    submit it from its folder"
   [[ "$given_run" != */* ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job; a name alone is in runs
   runs="$(realpath -m -- "$runs")"
-  [[ -n "$recipe" ]] || ((${#command[@]} >= 2)) || plan::last
+  [[ -n "$recipe$given_image" || -z "$given_run" || ${#command[@]} -gt 1 ]] || plan::last
   [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
   engine="$(engine::found)"
   image="$(plan::guess "${settings[@]}")"
   engine::forget
-  (umask o-w && mkdir -p -- "$runs") 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
+  (umask o-w && mkdir -p -- "$runs") 2>/dev/null || [[ -d "$runs" ]] || job::die 78 "the folder for runs cannot be made" \
     "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
-  lib::kept
-  local -r here="$PWD"
-  local failed=-1 code
   while ((failed < ${#lost[@]})); do # once, and again with a spare node for each one that was lost
     failed=${#lost[@]} code=0
     plan::attempt "${settings[@]}"
     echo "run folder: ${attempt%/*}"
-    lib::lease || true
-    lib::start || code=$?
-    lib::uptime
-    given_run="${attempt%/*}" nodes_pid="" began_at="$now"
+    job::lease || true
+    job::start || code=$?
+    read -r began_at _ </proc/uptime
+    given_run="${attempt%/*}" nodes_pid=""
     cd -- "$here" || return
-    lib::listen lib::heard
-    [[ -z "$late" ]] || lib::heard "$late"
+    job::listen job::heard
+    [[ -z "$late" ]] || job::heard "$late"
   done
   return "$code"
 }
