@@ -197,7 +197,7 @@ def test_steps_and_evaluations_are_lines(planned: tuple[Plan, RunPaths], capsys)
         )
         with paths.metrics.open("a") as file:
             file.write('{"event": "st')
-    figures = "loss 1.500  1,234 tokens/s  8 s left"
+    figures = "loss 1.500  1,234 tokens/s  7 s left"
     assert capsys.readouterr().out == (
         f"run folder: {paths.run}\n"
         "smoke-cpu: 4 ranks on 2 nodes (bare)\n"
