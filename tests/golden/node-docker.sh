@@ -7,12 +7,11 @@ set -euo pipefail
 
 node::now() { # NAME
   local now
-  { read -r now _ </proc/uptime; } 2>/dev/null || return 0
+  read -r now _ </proc/uptime
   started+=" $1=$now"
 }
 
-{ read -r started </proc/sys/kernel/random/boot_id; } 2>/dev/null || started=""
-started="boot=$started ${DRAY_ASKED:-}"
+started="boot=$(</proc/sys/kernel/random/boot_id) ${DRAY_ASKED:-}"
 node::now began
 
 # plan.json says who has set them, and why.
@@ -35,10 +34,9 @@ node::host() { echo "${!name:-$(</proc/sys/kernel/hostname)}"; }
 node::record() { # WHY, as JSON: what the runner would write, had the container started; and the end of this node
   local -r record="failures/node-${!number:-unknown}.json"
   # A disk that is full must not hide the exit code as well.
-  if printf '{"time": %s, "node": "%s", "rank": null, "code": 69, "why": %s, "log": null, "last_lines": []}\n' \
-    "$(date +%s.%N)" "$(node::host)" "$1" >"$record.part"; then
-    mv -- "$record.part" "$record"
-  fi || true
+  printf '{"time": %s, "node": "%s", "rank": null, "code": 69, "why": %s, "log": null, "last_lines": []}\n' \
+    "$(date +%s.%N)" "$(node::host)" "$1" >"$record.part" || exit 69
+  mv -- "$record.part" "$record" || true
   exit 69
 }
 
