@@ -35,10 +35,9 @@ node::host() { echo "${!name:-$(</proc/sys/kernel/hostname)}"; }
 node::record() { # WHY, as JSON: what the runner would write, had the container started; and the end of this node
   local -r record="failures/node-${!number:-unknown}.json"
   # A disk that is full must not hide the exit code as well.
-  if printf '{"time": %s, "node": "%s", "rank": null, "code": 69, "why": %s, "log": null, "last_lines": []}\n' \
-    "$(date +%s.%N)" "$(node::host)" "$1" >"$record.part"; then
-    mv -- "$record.part" "$record"
-  fi || true
+  printf '{"time": %s, "node": "%s", "rank": null, "code": 69, "why": %s, "log": null, "last_lines": []}\n' \
+    "$(date +%s.%N)" "$(node::host)" "$1" >"$record.part" || exit 69
+  mv -- "$record.part" "$record" || true
   exit 69
 }
 

@@ -7,11 +7,12 @@ set -euo pipefail
 
 node::now() { # NAME
   local now
-  read -r now _ </proc/uptime
+  { read -r now _ </proc/uptime; } 2>/dev/null || return 0
   started+=" $1=$now"
 }
 
-started="boot=$(</proc/sys/kernel/random/boot_id) ${DRAY_ASKED:-}"
+{ read -r started </proc/sys/kernel/random/boot_id; } 2>/dev/null || started=""
+started="boot=$started ${DRAY_ASKED:-}"
 node::now began
 
 # The engine would pass these on too, and no plan would show them.
