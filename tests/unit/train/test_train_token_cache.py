@@ -266,7 +266,7 @@ def test_two_nodes_may_share_a_cache_without_locks(tmp_path: Path) -> None:
 def test_what_stops_the_maker_ends_all_ranks(tmp_path: Path, error: str, code: int, problem: str) -> None:
     lines, errors = ranks(tmp_path, error, 1)
     assert lines == ["making", str([code] * 4)]
-    assert errors.count(f"dray: {problem}\n") == 4
+    assert errors.count(f"{problem}\n  where:") == 4
 
 
 @pytest.mark.slow
