@@ -9,6 +9,7 @@ from threading import Thread
 class TCPStore:
     def __init__(self, *_: object, master_listen_fd: int, **__: object) -> None:
         self.listener = socket.socket(fileno=master_listen_fd)
+        self.listener.setblocking(True)
         Thread(target=self.serve, daemon=True).start()
 
     def serve(self) -> None:
