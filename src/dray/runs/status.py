@@ -196,8 +196,8 @@ def _by_summary(folder: Path, slurm: Slurm) -> State | None:
         slurm.jobs()  # DrayError: nobody knows
         number = seen.attempt or 0
         later = (f"{run_folder.attempt(number)}/{run_folder.RESULT}", run_folder.attempt(number + 1))
-        mine = about.st_uid == os.geteuid() and table["killed_on"] == slurm.cluster
-        if not mine or any(os.path.lexists(f"{path}/{name}") for name in later):
+        usable = about.st_uid == os.geteuid() and table["killed_on"] == slurm.cluster
+        if not usable or any(os.path.lexists(f"{path}/{name}") for name in later):
             return None
     return seen
 
