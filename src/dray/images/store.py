@@ -73,13 +73,9 @@ def sif(checkout: Path, variant: str) -> Path:
 
 def adopted(checkout: Path, name: str) -> Path:
     """The adopted image of this name, or the one that was adopted from this absolute path."""
-    for home in _homes(checkout):
-        for link in sorted(home.glob(f"dray-*/{adopted_folder.SOURCE}")):
-            if os.readlink(link) == name:  # noqa: PTH115  the link's own text
-                return link.with_name(adopted_folder.IMAGE)
-    folder = f"dray-{name.strip('/').replace('/', '-')}"
-    found = (home / folder / adopted_folder.IMAGE for home in _homes(checkout) if (home / folder).is_dir())
-    return next(found, checkout / "build" / folder / adopted_folder.IMAGE)
+    folder = adopted_folder.find(_homes(checkout), name)
+    folder = folder or checkout / "build" / f"dray-{name.strip('/').replace('/', '-')}"
+    return folder / adopted_folder.IMAGE
 
 
 def adopted_names(checkout: Path) -> list[str]:
