@@ -77,7 +77,8 @@ def fill(
     """
     _require(found, source)
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    brought = _packages(folder, found, project["dependencies"], checkout, source)
+    python = ".".join(found["python"].split(".")[:2])
+    brought = _packages(folder, found["packages"], project["dependencies"], checkout, source=source, python=python)
     _register(folder, project["entry-points"])
     size = file.partition(" bytes")[0].split()[-1]  # in the image its own file is not seen
     described = {
@@ -86,7 +87,7 @@ def fill(
         "pythonpath": found["pythonpath"],
         "source": source,
         "file": file,
-        "python": ".".join(found["python"].split(".")[:2]),
+        "python": python,
         "packages": {**found["packages"], **brought},
     }
     record = {
@@ -160,24 +161,21 @@ def _register(folder: Path, entry_points: Mapping[str, Mapping[str, str]]) -> No
 
 
 def _packages(
-    folder: Path, found: Mapping[str, Any], asked: Iterable[str], checkout: Path, source: str
+    folder: Path, has: Mapping[str, str], asked: Iterable[str], checkout: Path, *, source: str, python: str
 ) -> dict[str, str]:
     """Add what the image lacks, by the hashes of venv.lock. Each added wheel names the packages that it needs."""
     pins = {pin.name: pin for pin in lock.read(lock.venv(checkout))}
-    python = ".".join(found["python"].split(".")[:2])
     ours = checkout / "build" / "wheels"
     name = f"beside-{python}"
     places = [ours / name, ours]
     if not os.access(ours.parent, os.W_OK):
         places.insert(0, folder.parent / "wheels" / name)
-    has = dict(found["packages"])
     brought: dict[str, str] = {}
-    while names := list(dict.fromkeys(_missing(asked, has, pins))):
+    while names := list(dict.fromkeys(_missing(asked, {**has, **brought}, pins))):
         for wheel in _wheels([pins[name] for name in names], python, places, source):
             with ZipFile(wheel) as archive:
                 archive.extractall(folder)
         brought |= {name: pins[name].version for name in names}
-        has |= brought
         asked = [
             requirement
             for installed in importlib.metadata.distributions(path=[str(folder)])
@@ -221,8 +219,7 @@ def _wheels(pins: Sequence[Pin], python: str, places: Sequence[Path], source: st
                 wanted=f"wheels for Python {python}: {', '.join(f'{pin.name} {pin.version}' for pin in absent)}",
                 found=error.finding.found or error.finding.problem,
                 fix=f"on a machine with a network, such as a login node: slurm/dray image adopt {shlex.quote(source)}\n"
-                f"or, if the image has no pip: make install && .venv/bin/dray image adopt {shlex.quote(source)}\n"
-                "or take an image with pydantic, rich, typer and PyYAML",
+                "or, if the image has no pip: make install && .venv/bin/dray image adopt FILE",
             ) from error
         wheels, _ = platforms.present(pins, places, python)
     return wheels

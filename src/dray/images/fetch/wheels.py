@@ -62,8 +62,8 @@ def own(*, checkout: Path, folder: Path) -> Path:
     made = folder / lock.digest(lines)
     if not any(made.glob("*.whl")):
         shutil.rmtree(folder, ignore_errors=True)
-        argv = [*command("wheel"), "--quiet", *pip.hashed(lock.venv(checkout)), "--wheel-dir", str(made)]
-        argv += [str(checkout)]
+        argv = [*command("wheel"), "--quiet", "--wheel-dir", str(made), str(checkout)]
+        argv += ["--build-constraint", str(lock.venv(checkout))]  # with hashes, as pip 26.1 and newer can
         process.run(argv, env={"SOURCE_DATE_EPOCH": _EPOCH, "DRAY_WHEEL": "image"})
     return next(made.glob("*.whl"))
 
