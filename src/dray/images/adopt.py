@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,8 +79,7 @@ def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, s
         image = new / adopted_folder.IMAGE
         where = _put(source, address, image, kept, say)
         link = image.with_name(adopted_folder.SOURCE)
-        subject = link if link.is_symlink() else image
-        file = store.stat(subject)
+        file = store.stat(link if link.is_symlink() else image)
         sif = sif_format.read(image)
         if sif.architecture != MACHINES.get(platform.machine()):
             raise ConfigError(
@@ -104,8 +102,6 @@ def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, s
         brought = adopted_folder.fill(
             new, found, name=name, source=where, file=file, sha256=digest, checkout=checkout, start=start
         )
-        if store.stat(subject) != file:
-            raise UnfitError("the image changed while dray read it", where=source, fix="try again")
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         new.rename(folder)
@@ -168,21 +164,15 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Say) -> str:
 
 
 def _use(path: Path, image: Path, say: Say) -> None:
-    """Link or copy the image. No hard link: the file's owner may still change it."""
+    """Link or copy the user's own image."""
     try:
         sif_format.read(path)
     except ConfigError as error:
         if not error.finding.fix:
             error.amend(fix="for an archive or a folder of OCI: docker-archive:FILE, oci-archive:FILE or oci:FOLDER")
         raise
-    image.with_name(adopted_folder.SOURCE).symlink_to(path)
-    others = adopted_folder.open_to(path.stat().st_mode, stat.S_IMODE(path.resolve().parent.stat().st_mode))
-    if not others:
-        say(f"dray: use {path} where it is")
-        image.symlink_to(adopted_folder.SOURCE)
-    else:
-        say(f"dray: copy {path}, since others may write it: {others}")
-        shutil.copyfile(path, image)
+    above = stat.S_IMODE(path.resolve().parent.stat().st_mode)
+    adopted_folder.put(path, image.parent, above, say)
 
 
 def _lacking(packages: Mapping[str, str]) -> Iterator[str]:

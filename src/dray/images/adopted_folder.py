@@ -77,7 +77,8 @@ def fill(
     """
     _require(found, source)
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    brought = _packages(folder, found, project["dependencies"], checkout, source)
+    python = ".".join(found["python"].split(".")[:2])
+    brought = _packages(folder, found["packages"], project["dependencies"], checkout, source=source, python=python)
     _register(folder, project["entry-points"])
     size = file.partition(" bytes")[0].split()[-1]  # in the image its own file is not seen
     described = {
@@ -86,7 +87,7 @@ def fill(
         "pythonpath": found["pythonpath"],
         "source": source,
         "file": file,
-        "python": ".".join(found["python"].split(".")[:2]),
+        "python": python,
         "packages": {**found["packages"], **brought},
     }
     record = {
@@ -160,24 +161,21 @@ def _register(folder: Path, entry_points: Mapping[str, Mapping[str, str]]) -> No
 
 
 def _packages(
-    folder: Path, found: Mapping[str, Any], asked: Iterable[str], checkout: Path, source: str
+    folder: Path, has: Mapping[str, str], asked: Iterable[str], checkout: Path, *, source: str, python: str
 ) -> dict[str, str]:
     """Add what the image lacks, by the hashes of venv.lock. Each added wheel names the packages that it needs."""
     pins = {pin.name: pin for pin in lock.read(lock.venv(checkout))}
-    python = ".".join(found["python"].split(".")[:2])
     ours = checkout / "build" / "wheels"
     name = f"beside-{python}"
     places = [ours / name, ours]
     if not os.access(ours.parent, os.W_OK):
         places.insert(0, folder.parent / "wheels" / name)
-    has = dict(found["packages"])
     brought: dict[str, str] = {}
-    while names := list(dict.fromkeys(_missing(asked, has, pins))):
+    while names := list(dict.fromkeys(_missing(asked, {**has, **brought}, pins))):
         for wheel in _wheels([pins[name] for name in names], python, places, source):
             with ZipFile(wheel) as archive:
                 archive.extractall(folder)
         brought |= {name: pins[name].version for name in names}
-        has |= brought
         asked = [
             requirement
             for installed in importlib.metadata.distributions(path=[str(folder)])
@@ -219,10 +217,9 @@ def _wheels(pins: Sequence[Pin], python: str, places: Sequence[Path], source: st
                 "the image lacks packages that dray needs, and pip cannot fetch them",
                 where=source,
                 wanted=f"wheels for Python {python}: {', '.join(f'{pin.name} {pin.version}' for pin in absent)}",
-                found=error.finding.found,
+                found=error.finding.found or error.finding.problem,
                 fix=f"on a machine with a network, such as a login node: slurm/dray image adopt {shlex.quote(source)}\n"
-                f"or, if the image has no pip: make install && .venv/bin/dray image adopt {shlex.quote(source)}\n"
-                "or take an image with pydantic, rich, typer and PyYAML",
+                "or, if the image has no pip: make install && .venv/bin/dray image adopt FILE",
             ) from error
         wheels, _ = platforms.present(pins, places, python)
     return wheels
@@ -232,18 +229,13 @@ def _fetch(pins: Sequence[Pin], python: str, files: Path) -> None:
     """Fetch with the image's or the user's own pip and its configuration. It runs no package's code."""
     files.mkdir(parents=True, exist_ok=True)
     # A folder of its own first: another job may fetch the same wheels.
-    with TemporaryDirectory(dir=files, prefix=".fetch-") as scratch:
-        requirements = Path(scratch, "requirements.txt")
+    with TemporaryDirectory(dir=files, prefix=".fetch-") as made:
+        scratch = Path(made)
+        requirements = scratch / "requirements.txt"
         requirements.write_text("".join(f"{pin}\n" for pin in pins), encoding="utf-8")
-        process.run(
-            [
-                *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--quiet"),
-                *("--progress-bar", "off", "--require-hashes", "--only-binary", ":all:", "--retries", "1"),
-                *("--timeout", "10", *platforms.pip_options(python)),
-                *("--requirement", str(requirements), "--dest", scratch),
-            ]
-        )
-        for wheel in Path(scratch).glob("*.whl"):
+        argv = platforms.download_argv(requirements=requirements, python=python, folder=scratch)
+        process.run([*argv, "--quiet", "--retries", "1", "--timeout", "10"])
+        for wheel in scratch.glob("*.whl"):
             wheel.replace(files / wheel.name)
 
 
@@ -260,7 +252,8 @@ def last_lines(done: process.Done) -> str:
 def named(source: str) -> str:
     """pytorch of docker://nvcr.io/nvidia/pytorch:26.01-py3, and of /images/pytorch.sif."""
     last = source.rstrip("/").rpartition("/")[2].partition("@")[0].partition(":")[0]
-    return re.sub("[^a-z0-9_-]+", "-", re.sub(r"[.](sif|tar|tgz|tar[.]gz)$", "", last.lower())).strip("-_")[:63]
+    stem = re.sub(r"[.](sif|tar|tgz|tar[.]gz)$", "", last.lower())
+    return re.sub("[^a-z0-9_-]+", "-", stem).strip("-_")[:50] or "image"
 
 
 def require_name(name: str) -> None:
@@ -269,121 +262,120 @@ def require_name(name: str) -> None:
         raise ConfigError(
             "not a name for an adopted image",
             wanted=f"lower-case letters, digits, _ and -, but not {', '.join(VARIANTS)}",
-            found=name or "no name",
+            found=name,
             fix="--name mine",
         )
 
 
-def open_to(mode: int, folder: int) -> str:
-    """Why users other than the owner may change or replace a file with this mode in such a folder, or nothing."""
+def put(source: Path, folder: Path, folder_mode: int, say: Callable[[str], None]) -> None:
+    """Link the image, or copy it if users other than its owner may change or replace it.
+
+    No hard link: the owner may still change the file. `folder_mode` is the mode of the folder that holds it.
+    """
+    mode, others = source.stat().st_mode, ""
     if mode & 0o022:
-        return f"its mode is {mode & 0o7777:o}"
-    return f"its folder has the mode {folder:o}" if folder & 0o002 and not folder & 0o1000 else ""
+        others = f"its mode is {mode & 0o7777:o}"
+    elif folder_mode & 0o002 and not folder_mode & 0o1000:
+        others = f"its folder has the mode {folder_mode:o}"
+    (folder / SOURCE).symlink_to(source)
+    if others:
+        say(f"dray: it is copied, since others may write it: {others}")
+        shutil.copyfile(source, folder / IMAGE)
+    else:
+        (folder / IMAGE).symlink_to(SOURCE)
 
 
-class Adoption:
-    """One SIF that becomes an adopted image, in a job or at a login node. The image's own Python runs this."""
+def find(homes: Iterable[Path], name: str) -> Path | None:
+    """The folder of the image that was adopted under this name, or from the file with this absolute path."""
+    for home in homes:
+        for described in sorted(home.glob(f"dray-*/{DESCRIBED}")):
+            folder = described.parent
+            link = folder / SOURCE
+            if folder.name == f"dray-{name}" or (link.is_symlink() and os.readlink(link) == name):  # noqa: PTH115
+                return folder
+    return None
 
-    def __init__(self, checkout: Path, runs: Path, source: Path) -> None:
-        self.checkout, self.source = checkout, source
-        self.homes = (checkout / "build", runs / ".adopted")
 
-    def find(self, name: str) -> Path | None:
-        """The folder of the image that was adopted under this name."""
-        folders = (home / f"dray-{name}" for home in self.homes)
-        return next((folder for folder in folders if (folder / DESCRIBED).exists()), None)
+def _home(homes: Iterable[Path]) -> Path:
+    """The folder for adopted images: the checkout's, or beside the runs if that cannot be written."""
+    for home in homes:
+        with suppress(OSError):
+            home.mkdir(parents=True, exist_ok=True)
+            if os.access(home, os.W_OK):
+                return home
+    raise ConfigError(
+        "no folder can be written for an adopted image",
+        where=" and ".join(map(str, homes)),
+        fix="set DRAY_RUNS to a folder that you may write and that all nodes share",
+    )
 
-    def of_source(self) -> Path | None:
-        """The folder of the image that was adopted from this file."""
-        links = (link for home in self.homes for link in home.glob(f"dray-*/{SOURCE}"))
-        return next((link.parent for link in links if os.readlink(link) == str(self.source)), None)  # noqa: PTH115
 
-    def free_name(self) -> str:
-        """The file's own name; with a number that its path gives, if an image has that name."""
-        name = named(self.source.name)[:50]
-        if not name or name in VARIANTS or self.find(name):
-            name = f"{name or 'image'}-{hashlib.sha256(str(self.source).encode()).hexdigest()[:8]}"
-        return name
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
-    def home(self) -> Path:
-        """The folder for adopted images: the checkout's, or beside the runs if that cannot be written."""
-        for home in self.homes:
-            with suppress(OSError):
-                home.mkdir(parents=True, exist_ok=True)
-                if os.access(home, os.W_OK):
-                    return home
-        raise ConfigError(
-            "no folder can be written for an adopted image",
-            where=" and ".join(map(str, self.homes)),
-            fix="set DRAY_RUNS to a folder that you may write and that all nodes share",
-        )
 
-    def make(self, *, name: str, force: bool, file: str, folder_mode: int) -> Path:
-        """The image. One rename gives its folder the name; another job may be making it too."""
-        began = time.monotonic()
-        earlier = self.find(name) if name else self.of_source()
-        if earlier and not force:
-            if not name:
-                return earlier / IMAGE
-            fix = f"give another one: --name {name}-2; or replace it: --force"
-            raise ConfigError("there is an image of this name", where=earlier, fix=fix)
-        name = name or (earlier.name.removeprefix("dray-") if earlier else self.free_name())
-        require_name(name)
-        os.umask(0o022)  # what is not private in it, other users of the checkout may use
-        folder = earlier or self.home() / f"dray-{name}"
-        print(f"dray: adopt {self.source}", file=sys.stderr)
-        with TemporaryDirectory(dir=folder.parent, prefix=".adopt-") as scratch:
-            os.environ["TMPDIR"] = scratch  # pip's: the container's own is small
-            new = Path(scratch) / "new"
-            new.mkdir()
-            self.fill(new, name=name, file=file, others=open_to(self.source.stat().st_mode, folder_mode))
-            if earlier:
-                earlier.rename(Path(scratch) / "old")
-            try:
-                new.rename(folder)
-            except OSError as error:
-                if self.of_source() != folder:  # else another job was quicker
-                    fix = "give another: slurm/dray image adopt FILE --name NAME"
-                    raise UnfitError("the adopted image does not get its name", where=folder, fix=fix) from error
-        print(f"dray: adopted in {time.monotonic() - began:.0f} s: adopted={name}", file=sys.stderr)
-        return folder / IMAGE
+def make(*, checkout: Path, runs: Path, source: Path, name: str, force: bool, file: str, folder_mode: int) -> Path:
+    """Adopt a SIF in a job or at a login node; the image's own Python runs this. Returns the image in its folder.
 
-    def fill(self, folder: Path, *, name: str, file: str, others: str) -> None:
-        """Link or copy the image, and look at what it has and lacks."""
-        began = time.monotonic()
-        (folder / SOURCE).symlink_to(self.source)
-        if others:
-            print(f"  it is copied, since others may write it: {others}", file=sys.stderr)
-            shutil.copyfile(self.source, folder / IMAGE)
-        else:
-            (folder / IMAGE).symlink_to(SOURCE)
-        digest = sha256(folder / IMAGE)
-        print(f"  read in {time.monotonic() - began:.0f} s: sha256:{digest}", file=sys.stderr)
-        look = (self.checkout / "src" / "dray" / "checks" / "list_packages.py").read_text(encoding="utf-8")
+    One rename gives the folder its name: another job may be making it too.
+    """
+    began = time.monotonic()
+    homes = (checkout / "build", runs / ".adopted")
+    earlier = find(homes, name or str(source))
+    if earlier and not force:
+        if not name:
+            return earlier / IMAGE
+        fix = f"give another one: --name {name}-2; or replace it: --force"
+        raise ConfigError("there is an image of this name", where=earlier, fix=fix)
+    if earlier:
+        name = earlier.name.removeprefix("dray-")
+    elif not name:
+        name = named(source.name)
+        if name in VARIANTS or find(homes, name):
+            name += f"-{lock.digest(str(source))[:8]}"
+    require_name(name)
+    os.umask(0o022)  # what is not private in it, other users of the checkout may use
+    folder = earlier or _home(homes) / f"dray-{name}"
+    _say(f"dray: adopt {source}")
+    with TemporaryDirectory(dir=folder.parent, prefix=".adopt-") as scratch:
+        os.environ["TMPDIR"] = scratch  # pip's: the container's own is small
+        new = Path(scratch) / "new"
+        new.mkdir()
+        put(source, new, folder_mode, _say)
+        digest = sha256(new / IMAGE)
+        _say(f"  read in {time.monotonic() - began:.0f} s: sha256:{digest}")
+        look = (checkout / "src" / "dray" / "checks" / "list_packages.py").read_text(encoding="utf-8")
         found = json.loads(process.run([sys.executable, "-c", look]).out)
         brought = fill(
-            folder, found, name=name, source=str(self.source), file=file, sha256=digest, checkout=self.checkout,
-            start=_start,
-        )  # fmt: skip
-        about = ", ".join(f"{name} {version}" for name, version in versions(found).items())
-        print(f"  {about}" + (f"\n  added beside it: {', '.join(brought)}" if brought else ""), file=sys.stderr)
+            new, found, name=name, source=str(source), file=file, sha256=digest, checkout=checkout, start=_start
+        )
+        _say("  " + ", ".join(f"{package} {version}" for package, version in versions(found).items()))
+        if brought:
+            _say(f"  added beside it: {', '.join(brought)}")
+        if earlier:
+            earlier.rename(Path(scratch) / "old")
+        try:
+            new.rename(folder)
+        except OSError as error:
+            if find(homes, str(source)) != folder:  # else another job was quicker
+                fix = "give another: slurm/dray image adopt FILE --name NAME"
+                raise UnfitError("the adopted image does not get its name", where=folder, fix=fix) from error
+    _say(f"dray: adopted in {time.monotonic() - began:.0f} s: adopted={name}")
+    return folder / IMAGE
 
 
 def main() -> None:
     """Print the adopted image. slurm/adopt.sh knows what the container does not show: owners, and the file's folder."""
     parser = argparse.ArgumentParser(prog="slurm/dray image adopt", usage="%(prog)s FILE [--name NAME] [--force]")
     for word in ("checkout", "runs", "source"):
-        parser.add_argument(word, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("file", help=argparse.SUPPRESS)
-    parser.add_argument("folder_mode", type=lambda mode: int(mode, 8), help=argparse.SUPPRESS)
+        parser.add_argument(word, type=Path)
+    parser.add_argument("file")
+    parser.add_argument("folder_mode", type=lambda mode: int(mode, 8))
     parser.add_argument("--name", default="")
     parser.add_argument("--force", action="store_true")
-    given = parser.parse_args()
     try:
-        adoption = Adoption(given.checkout, given.runs, given.source)
-        image = adoption.make(name=given.name, force=given.force, file=given.file, folder_mode=given.folder_mode)
+        print(make(**vars(parser.parse_args())))
     except Exception as raised:
         error = unexpected.error(raised)
-        print(f"dray: {error}", file=sys.stderr)
+        _say(f"dray: {error}")
         sys.exit(error.exit_code)
-    print(image)

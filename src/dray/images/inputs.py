@@ -158,8 +158,7 @@ def to_bundle(checkout: Path, context: BuildContext, out: Path, *, key: Path | N
             docker=_DOCKER.format(variant=variant) if packed else "",
         )
         (folder / bundle.README).write_text(text)
-        lines = (f"{digest}  {name}\n" for name, digest in bundle.sums(folder).items())
-        (folder / bundle.SUMS).write_text("".join(lines))
+        (folder / bundle.SUMS).write_text(_lines(bundle.sums(folder)))
         if key:
             bundle.sign(folder, key)
         folder.replace(out)
@@ -227,9 +226,13 @@ def facts(folder: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
+def _lines(sums: Mapping[str, str]) -> str:
+    """The lines of sha256sum."""
+    return "".join(f"{digest}  {name}\n" for name, digest in sums.items())
+
+
 def _digest(sums: Mapping[str, str]) -> str:
-    lines = (f"{digest}  {name}\n" for name, digest in sums.items())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return hashlib.sha256(_lines(sums).encode()).hexdigest()
 
 
 def environment_of(checkout: Path, image: Image) -> dict[str, str]:

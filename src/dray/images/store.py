@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import sys
-from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,20 +47,13 @@ def in_engine(engine: str, variant: str) -> str:
 
 
 def bare_python() -> str:
-    """The Python that runs dray. It must have torch, and dray's handler for torchrun."""
+    """The Python that runs dray. It must have torch."""
     if find_spec("torch") is None:
         raise UnfitError(
             "this Python cannot train",
             where=sys.executable,
             wanted="torch and transformers",
             fix="make demo installs them into .venv; or use --engine docker",
-        )
-    if not distribution("dray").entry_points.select(group="torchrun.handlers"):
-        raise UnfitError(
-            "dray's installation in this Python is older than its source",
-            where=sys.executable,
-            wanted="an installation that registers the rendezvous `dray` for torchrun",
-            fix=shlex.join([sys.executable, "-m", "pip", "install", "--no-deps", "--editable", str(root())]),
         )
     return sys.executable
 
@@ -73,13 +65,9 @@ def sif(checkout: Path, variant: str) -> Path:
 
 def adopted(checkout: Path, name: str) -> Path:
     """The adopted image of this name, or the one that was adopted from this absolute path."""
-    for home in _homes(checkout):
-        for link in sorted(home.glob(f"dray-*/{adopted_folder.SOURCE}")):
-            if os.readlink(link) == name:  # noqa: PTH115  the link's own text
-                return link.with_name(adopted_folder.IMAGE)
-    folder = f"dray-{name.strip('/').replace('/', '-')}"
-    found = (home / folder / adopted_folder.IMAGE for home in _homes(checkout) if (home / folder).is_dir())
-    return next(found, checkout / "build" / folder / adopted_folder.IMAGE)
+    folder = adopted_folder.find(_homes(checkout), name)
+    folder = folder or checkout / "build" / f"dray-{name.strip('/').replace('/', '-')}"
+    return folder / adopted_folder.IMAGE
 
 
 def adopted_names(checkout: Path) -> list[str]:

@@ -129,7 +129,7 @@ class TestFiles:
     def adoptable(self, tmp_path, monkeypatch) -> str:
         """A SIF that need not start."""
         monkeypatch.setattr(adopt, "probe", lambda *_: FOUND)
-        monkeypatch.setattr(adopt.adopted_folder, "_packages", lambda *_: {})
+        monkeypatch.setattr(adopt.adopted_folder, "_packages", lambda *_, **__: {})
         done = process.Done(argv=(), code=0, out="", err="")
         monkeypatch.setattr(adopt, "inside", lambda *_: done)
         return str(self.sif(tmp_path))

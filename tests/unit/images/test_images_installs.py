@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.fetch import pip, wheels
+from dray.contract.findings import ConfigError, DrayError
+from dray.images.fetch import wheels
 from dray.images.locks import lock
 
 pytestmark = pytest.mark.hostile("what is installed")
@@ -99,12 +99,6 @@ class TestEveryInstall:
             with pytest.raises(DrayError, match="pip") as refused:
                 wheels.own(checkout=tmp_path, folder=tmp_path / "made")
             assert "DO NOT MATCH THE HASHES" in str(refused.value)
-
-    def test_an_old_pip_is_told(self, tmp_path: Path, monkeypatch) -> None:
-        monkeypatch.setattr(pip.importlib.metadata, "version", lambda _: "23.0.1")
-        with pytest.raises(UnfitError) as refused:
-            pip.hashed(tmp_path)
-        assert refused.value.details["found"] == "pip 23.0.1"
 
     @pytest.mark.parametrize("torch", ["", " with torch"])
     def test_make_tells_what_is_installed_where(self, root: Path, tmp_path: Path, torch: str) -> None:

@@ -149,15 +149,6 @@ def test_tar_is_unpacked_without_devices(tmp_path):
     assert found == ["base", "base/usr", "base/usr/bin", "base/usr/bin/env"]
 
 
-def test_a_base_for_another_processor(tmp_path):
-    """Apptainer would end in `exec format error` after minutes."""
-    made = _rootfs(tmp_path / "made") / "usr/bin/env"
-    made.write_bytes(b"\x7fELF" + bytes(14) + b"\x15\x00")  # ppc64le's
-    (tmp_path / "scratch").mkdir()
-    with pytest.raises(ConfigError, match="the base is for another architecture"):
-        rootfs.start_from(_tar(tmp_path / "made"), tmp_path / "scratch")
-
-
 @pytest.mark.parametrize(
     ("made", "problem", "fix"),
     [

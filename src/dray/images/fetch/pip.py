@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,40 +14,12 @@ from dray.clients.progress import Say
 from dray.config import mirrors
 from dray.config.image_definition import Image
 from dray.contract.findings import DrayError, UnfitError
-from dray.images.fetch.platforms import pip_options
-from dray.images.locks.lock import SOURCE_ONLY, Pin
+from dray.images.fetch.platforms import command, download_argv, pip_options
+from dray.images.locks.lock import Pin
 
-_WITH_HASHES = (26, 1)
 _NOT_FOUND = "No matching distribution"
 _LAST = 15
 _STUB = Path(__file__).with_name("setuptools_stub")
-
-
-def command(verb: str) -> list[str]:
-    """The first words of every pip command."""
-    if importlib.util.find_spec("pip") is None:
-        fix = f"{shlex.quote(sys.executable)} -m ensurepip, then run the same command again"
-        raise UnfitError("fetching wheels needs pip", where=sys.executable, fix=fix)
-    return [sys.executable, "-m", "pip", verb, "--disable-pip-version-check", "--no-deps"]
-
-
-def hashed(lock: Path) -> list[str]:
-    """Options with which pip installs a wheel's build tools by this lock's hashes."""
-    version = importlib.metadata.version("pip")
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _WITH_HASHES:
-        fix = f"{shlex.quote(sys.executable)} -m pip install --upgrade pip, or make install in the checkout"
-        problem = "this pip cannot use hashes of a constraints file"
-        raise UnfitError(problem, where=sys.executable, wanted="pip 26.1 or newer", found=f"pip {version}", fix=fix)
-    return ["--build-constraint", str(lock)]
-
-
-def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]:
-    """The command that fetches pinned files from where the host's pip looks."""
-    return [
-        *(*command("download"), "--progress-bar", "off", "--require-hashes"),
-        *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, "--no-build-isolation", "--use-pep517"),
-        *(*pip_options(python), "--requirement", str(requirements), "--dest", str(folder)),
-    ]
 
 
 def install_argv(*, requirements: Path, python: str, wheels: Path, folder: Path) -> list[str]:

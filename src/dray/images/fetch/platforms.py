@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dray.contract.findings import UnfitError
 from dray.images.fetch import sha256
-from dray.images.locks.lock import Pin
+from dray.images.locks.lock import SOURCE_ONLY, Pin
 
 # pip takes each platform at its word: manylinux_2_28 alone refuses a wheel for an older glibc.
 PLATFORMS = (
@@ -22,6 +26,23 @@ def pip_options(python: str) -> list[str]:
     """pip's options for an image with this Python on this machine."""
     platforms = (word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}"))
     return ["--implementation", "cp", "--python-version", python, *platforms]
+
+
+def command(verb: str) -> list[str]:
+    """The first words of every pip command."""
+    if importlib.util.find_spec("pip") is None:
+        fix = f"{shlex.quote(sys.executable)} -m ensurepip, then run the same command again"
+        raise UnfitError("fetching wheels needs pip", where=sys.executable, fix=fix)
+    return [sys.executable, "-m", "pip", verb, "--disable-pip-version-check", "--no-deps"]
+
+
+def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]:
+    """The command that fetches pinned files from where the host's pip looks."""
+    return [
+        *(*command("download"), "--progress-bar", "off", "--require-hashes"),
+        *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, "--no-build-isolation", "--use-pep517"),
+        *(*pip_options(python), "--requirement", str(requirements), "--dest", str(folder)),
+    ]
 
 
 def present(locked: Iterable[Pin], folders: Sequence[Path], python: str) -> tuple[list[Path], list[Pin]]:

@@ -13,7 +13,7 @@ from dray.clients.progress import Say
 from dray.config.image_definition import Image
 from dray.contract.findings import ConfigError
 from dray.images.fetch import pip, sha256
-from dray.images.fetch.platforms import fits, present
+from dray.images.fetch.platforms import command, fits, present
 from dray.images.locks import lock
 from dray.images.locks.lock import Pin
 
@@ -62,8 +62,8 @@ def own(*, checkout: Path, folder: Path) -> Path:
     made = folder / lock.digest(lines)
     if not any(made.glob("*.whl")):
         shutil.rmtree(folder, ignore_errors=True)
-        argv = [*pip.command("wheel"), "--quiet", *pip.hashed(lock.venv(checkout)), "--wheel-dir", str(made)]
-        argv += [str(checkout)]
+        argv = [*command("wheel"), "--quiet", "--wheel-dir", str(made), str(checkout)]
+        argv += ["--build-constraint", str(lock.venv(checkout))]  # with hashes, as pip 26.1 and newer can
         process.run(argv, env={"SOURCE_DATE_EPOCH": _EPOCH, "DRAY_WHEEL": "image"})
     return next(made.glob("*.whl"))
 
