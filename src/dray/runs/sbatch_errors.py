@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 
 from dray.contract.findings import ConfigError, DrayError, counted, listed, nearest
 from dray.runs import slurm
@@ -25,6 +26,7 @@ _NAMES = {  # sbatch's message, and the option that it is about
     "Invalid feature": ("constraint", "C"),
 }
 _SHOWN = 6  # partitions
+_SIZES = ("--partition", "-p", "--nodes", "-N", "--gpus-per-node", "--gres", "--cpus-per-task", "--mem")
 _SIZE = re.compile(
     "Requested node configuration is not available|Node count specification invalid|Invalid generic resource"
     "|More processors requested than permitted|Requested partition configuration not available"
@@ -53,11 +55,10 @@ def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
     return refused
 
 
-def _given(argv: Sequence[str], option: str, letter: str = "") -> str:
+def _given(argv: Sequence[str], option: str, letter: str) -> str:
     """The last value of an option on sbatch's command line, or in its environment."""
-    names = f"--{option}[= ]|-{letter} ?" if letter else f"--{option}[= ]"
-    values = re.findall(rf" (?:{names})(\S+)", " ".join(argv))
-    return values[-1] if values else os.environ.get(f"SBATCH_{option.replace('-', '_').upper()}", "")
+    values = re.findall(rf" (?:--{option}[= ]|-{letter} ?)(\S+)", " ".join(argv))
+    return values[-1] if values else os.environ.get(f"SBATCH_{option.upper()}", "")
 
 
 def _named(message: str, option: str, given: str, known: list[str]) -> ConfigError:
@@ -72,28 +73,16 @@ def _named(message: str, option: str, given: str, known: list[str]) -> ConfigErr
 
 def _sized(message: str, argv: Sequence[str]) -> ConfigError:
     """Explain the refusal of nodes and GPUs that the partition does not have."""
-    nodes, gpus = _number(_given(argv, "nodes", "N")), _number(_given(argv, "gpus-per-node") or _given(argv, "gres"))
-    partitions = _partitions()
-    chosen = _given(argv, "partition", "p").split(",")
-    fix = "request less: --nodes, --gpus-per-node, --sbatch=--cpus-per-task=N or --sbatch=--mem=SIZE"
-    for partition in partitions:
-        refused = partition.name in chosen or (partition.default and chosen == [""])
-        if not refused and partition.nodes >= nodes and partition.gpus >= gpus:
-            fix = f"--sbatch=--partition={partition.name}"
-            break
     rows = [
         f"{partition.name}: {counted(partition.nodes, 'node')} with {counted(partition.cpus, 'CPU')}, "
         f"{counted(partition.gpus, 'GPU')}"
-        for partition in partitions[:_SHOWN]
+        for partition in _partitions()[:_SHOWN]
     ]
+    options = takewhile(lambda word: not word.endswith(".sh"), argv)
     return ConfigError(
         "no nodes of the partition match what this job requests",
         wanted="\n".join(rows),
-        found=f"{counted(nodes, 'node')}, {counted(gpus, 'GPU')} on each\n{message}",
-        fix=fix,
+        found=f"{' '.join(word for word in options if word.startswith(_SIZES))}\n{message}",
+        fix="another --sbatch=--partition=NAME; or less: --nodes, --gpus-per-node, --sbatch=--cpus-per-task=N or "
+        "--sbatch=--mem=SIZE",
     )
-
-
-def _number(value: str) -> int:
-    found = re.search(r"\d+$", value)
-    return int(found[0]) if found else 0

@@ -266,7 +266,6 @@ class Partition:
     nodes: int
     cpus: int
     gres: str
-    default: bool = False
 
     @property
     def gpus(self) -> int:
@@ -306,10 +305,10 @@ def partitions() -> list[Partition]:
     if not process.which("sinfo"):
         return []
     printed = process.run(["sinfo", "--noheader", "--format=%P|%D|%c|%G"], seconds=_QUICK_S).out
-    rows = re.findall(r"^([^|\n*]+)(\*?)\|(\d+)[^|\n]*\|(\d+)[^|\n]*\|([^|\n]*)$", printed, re.MULTILINE)
+    rows = re.findall(r"^([^|\n*]+)\*?\|(\d+)[^|\n]*\|(\d+)[^|\n]*\|([^|\n]*)$", printed, re.MULTILINE)
     return [
-        Partition(name=name, nodes=int(nodes), cpus=int(cpus), gres=gres, default=bool(star))
-        for name, star, nodes, cpus, gres in dict.fromkeys(rows)
+        Partition(name=name, nodes=int(nodes), cpus=int(cpus), gres=gres)
+        for name, nodes, cpus, gres in dict.fromkeys(rows)
     ]
 
 

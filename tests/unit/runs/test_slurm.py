@@ -108,8 +108,8 @@ def test_how_a_job_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown:
 def test_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = "Welcome\ngpu*|4+|128|gpu:a100:4(S:0-1)\ncpu|2|64+|(null)\ngpu*|4+|128|gpu:a100:4(S:0-1)\nless|1\n"
     tool(tmp_path / "bin", monkeypatch, "sinfo", printed)
-    assert [(one.name, one.nodes, one.cpus, one.gpus, one.default) for one in slurm.partitions()] == [
-        ("gpu", 4, 128, 4, True), ("cpu", 2, 64, 0, False),
+    assert [(one.name, one.nodes, one.cpus, one.gpus) for one in slurm.partitions()] == [
+        ("gpu", 4, 128, 4), ("cpu", 2, 64, 0),
     ]  # fmt: skip
 
 
