@@ -11,7 +11,7 @@ from typing import Any
 from dray.config.recipe import Command, Recipe
 from dray.contract import dataset_name, exit_codes
 from dray.contract.files import parse_json, read
-from dray.contract.findings import ConfigError, Finding, nearest
+from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts, Files
 
 
@@ -87,8 +87,6 @@ def _program(command: Command) -> Iterator[Finding]:
         return
     if not path.is_file():
         found, fix = f"{path} is not a file", "correct the path; it starts in the current or in the recipe's folder"
-        if near := nearest(path.name, [other.name for other in path.parent.glob("*") if other.is_file()]):
-            fix = f"did you mean {near}?"
     elif not is_script and not os.access(path, os.X_OK):
         found, fix = f"{path} may not be executed", shlex.join(["chmod", "+x", str(path)])
     else:

@@ -242,7 +242,7 @@ class TestPrograms:
             (tmp_path / name).touch()
         (tmp_path / "package").mkdir()
         for argv, found, fix in (
-            (["trian.py"], "trian.py is not a file", "did you mean train.py?"),
+            (["trian.py"], "trian.py is not a file", "correct the path; it starts in the current"),
             (
                 ["./no/where"],
                 "no/where is not a file",
