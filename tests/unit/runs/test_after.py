@@ -168,8 +168,12 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     ("run", "words", "said"),
     [
         ("ended", ("--step", "11"), "found:  steps 10, 20"),
-        ("other", (), "found:  none\n  fix:    checkpoint.every=N"),
-        ("unfinished", (), "found:  none\n  fix:    checkpoint.every=N in the recipe keeps checkpoints\n"),
+        ("other", (), "checkpoint.every=N"),
+        (
+            "unfinished",
+            (),
+            "found:  none\n  fix:    --step N with a step of this run; checkpoint.every=N in the recipe keeps checkpoints\n",
+        ),
         ("nowhere", (), "this is not a run folder"),
     ],
 )

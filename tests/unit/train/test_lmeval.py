@@ -99,7 +99,9 @@ def test_results_of_a_run_that_is_read_only_are_here(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model.os, "access", lambda *_: False)
     monkeypatch.setattr(run_in_image, "once", lambda *_, folder, **__: folders.append(folder) or 0)
-    model._lm_eval(*run_in_image.ended(run), "hellaswag", [], device_map=False, engine="bare")
+    plan, final = run_in_image.ended(run)
+    job = image_tasks.LmEval(str(final), "hellaswag", [], "cpu", 1, trust_remote_code=False)
+    model._lm_eval(plan.recipe, job, "bare")
     assert folders == [tmp_path / "lm-eval"]
 
 

@@ -210,7 +210,7 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[Item]:
 
 
 def _step_times(run: Run) -> Iterator[Item]:
-    """How long steps took, on each node, the slowest first; and the slow ranks."""
+    """How long steps took, on each node, the slowest first."""
     trace = run.trace
     if not trace.steps:
         return
@@ -227,11 +227,6 @@ def _step_times(run: Run) -> Iterator[Item]:
             "All ranks wait for one another in each step. A node's own time is the forward pass and the wait for data "
             "of its slowest rank, without waiting for other ranks."
         )
-    if trace.events["slow"]:
-        yield Table(f"{run.prefix}Slow ranks", ("rank", "node", "times the median rank", "step", "attempt"), [
-            (f"rank {event.get('rank')}", str(event.get("node")), figure(number(event, "times"), 2),
-             figure(number(event, "step")), str(event["attempt"])) for event in trace.events["slow"]
-        ])  # fmt: skip
 
 
 def _profile(run: Run) -> Iterator[Item]:

@@ -77,7 +77,7 @@ def _files(repository: str, patterns: list[str], names: list[str]) -> list[list[
     if not all(files):
         raise ConfigError(
             f"dataset {repository} has no such split, or the hub has converted only a part of it",
-            wanted=", ".join(patterns),
+            wanted=", ".join(pattern for pattern, own in zip(patterns, files, strict=True) if not own),
             found=listed(sorted({name.rpartition("/")[0] for name in whole})) or "none of its files",
             fix=f"name a subset and a split of these; or name its original files: {_own(repository)}",
         )
