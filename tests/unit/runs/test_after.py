@@ -172,7 +172,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
         (
             "unfinished",
             (),
-            "found:  none\n  fix:    --step N with a step of this run; checkpoint.every=N in the recipe keeps checkpoints\n",
+            "checkpoint.every=N in the recipe keeps checkpoints\n",
         ),
         ("nowhere", (), "this is not a run folder"),
     ],
