@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -31,7 +31,9 @@ class World:
         self.count = count
         self.heard: list[list[int]] = [[] for _ in range(count)]
         self._own = threading.local()
-        self._sent: dict[tuple[int, int], SimpleQueue[Any]] = defaultdict(SimpleQueue)
+        # All at once: of two threads that ask a defaultdict for the same one, each may get its own.
+        pairs = itertools.product(range(count), repeat=2)
+        self._sent: dict[tuple[int, int], SimpleQueue[Any]] = {pair: SimpleQueue() for pair in pairs}
 
     def each(self, do: Callable[[int], Any]) -> list[Any]:
         """What it returns on each rank, or raises there."""
