@@ -33,6 +33,7 @@ readonly node__grace_s=10 # from SIGTERM to SIGKILL
 
 node::start() { # COMMAND...
   local engine="" early="" heard code=0 started
+  local -a own words
   for heard in TERM INT HUP USR1; do
     # shellcheck disable=SC2064 # now, not then
     trap "node::heard $heard" "$heard"
@@ -44,9 +45,13 @@ node::start() { # COMMAND...
   started=$!
   set +m
   # Until the child is the engine, it is a copy of this bash, whose handler would take a signal that nobody looks at later.
-  while [[ "$(cat "/proc/$started/cmdline")" == "$(cat "/proc/$$/cmdline")" ]]; do
+  mapfile -d '' -t own </proc/$$/cmdline
+  words=("${own[@]}")
+  while [[ "${words[*]}" == "${own[*]}" ]]; do
     sleep 0.01 # the disk with the engine's program may be slow
-  done 2>/dev/null # it may have ended
+    words=()
+    mapfile -d '' -t words <"/proc/$started/cmdline" || true # it has ended
+  done 2>/dev/null
   engine=$started
   [[ -z "$early" ]] || node::heard "$early"
   while kill -0 "$engine" 2>/dev/null; do # a signal ends the wait, and not the engine
