@@ -25,7 +25,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import objectives  # noqa: E402
 from dray.train.checkpoint import manifest, shards, staging  # noqa: E402
-from dray.train.data import arrow, datasets, files, formats, resolve, synthetic_corpus, tokenizer  # noqa: E402
+from dray.train.data import arrow, datasets, encoding, files, formats, resolve, synthetic_corpus, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.feeds import Stream  # noqa: E402
 from dray.train.objectives.base import Objective  # noqa: E402
@@ -185,7 +185,7 @@ def test_any_text_survives_the_tokenizer(tmp_path: Path, text: str) -> None:
     assert tokens.decode(ids) == text
 
 
-@pytest.mark.parametrize("kind", ["bytes", "words", "template"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "words", "template"])
 def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) -> None:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -205,6 +205,7 @@ def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) ->
     row = PLAIN.encoder(tokens, end_token(tokens))(TEXTS)
     each = [tokens(text)["input_ids"] for text in TEXTS]
     assert row == [token for ids in each for token in (ids if ids[-1] == end else [*ids, end])]
+    assert encoding._can_be_joined(tokens.backend_tokenizer, end) == (kind in ("bytes", "bpe"))
 
 
 def test_a_tokenizer_that_was_saved_with_lengths_cuts_and_pads_nothing(tmp_path: Path) -> None:

@@ -85,9 +85,13 @@ def documents(piece: Piece, reading: Reading) -> Iterator[str]:
     """The piece's documents; what is empty or blank is none."""
     columns = [reading.column] + [reading.answer] * bool(reading.answer)
     first = piece.rows[0] if piece.rows else 0
+    is_plain = not (reading.map or reading.answer or reading.is_conversation)
     with refusing_damage(piece.path):
         for number, row in enumerate(_rows(piece, None if reading.map else columns, reading), first + 1):
-            for text in _texts(row, f"row {number} of {piece}", columns, reading):
+            cell = row.get(reading.column) if is_plain and isinstance(row, dict) else None
+            # Most rows are plain text, and millions of them: a row's place is written only for the others.
+            texts = [cell] if isinstance(cell, str) else _texts(row, f"row {number} of {piece}", columns, reading)
+            for text in texts:
                 if len(text) >= reading.min_characters and text and not text.isspace():
                     yield text
         _require_same(piece)
