@@ -56,9 +56,9 @@ class Clock:
 
 def peak(device: torch.device) -> float:
     """The maker's bf16 operations a second; 0 where they are unknown."""
-    from dray.contract import gpus  # noqa: PLC0415  on the path once the suite has begun
+    from dray.contract import hardware  # noqa: PLC0415  on the path once the suite has begun
 
-    gpu = gpus.find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    gpu = hardware.find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return gpu.bf16 * 1e12 if gpu else 0.0
 
 

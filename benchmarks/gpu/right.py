@@ -288,7 +288,7 @@ def _job(kind: str, model: str, plan: str) -> str:
     """Where it ran."""
     import torch  # noqa: PLC0415
 
-    from dray.contract import image_tasks  # noqa: PLC0415
+    from dray.contract.trainer import image_tasks  # noqa: PLC0415
     from dray.train.outputs import evaluate, generate  # noqa: PLC0415
 
     joined()

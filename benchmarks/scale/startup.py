@@ -26,7 +26,7 @@ import plans
 import rendezvous
 from table import Row, fit
 
-from dray.contract import start_times
+from dray.contract import node_start
 from dray.runner.connections import Connection
 from dray.runner.protocol import StartTimes
 from dray.runner.start_timings import StartTimings
@@ -36,7 +36,7 @@ _MEASURED = (64, 256, 1024)  # nodes by which the growth is known; the largest o
 _MESHES = (8, 16, 32, 64)  # ranks in one process
 _SIMULATED_RANKS = 256
 _IMAGE_GB = 2.6
-_PARTS = dict.fromkeys((start_times.STAGE, *start_times.RANK, start_times.CONTAINER, start_times.PREFLIGHT), 12.345)
+_PARTS = dict.fromkeys((node_start.STAGE, *node_start.RANK, node_start.CONTAINER, node_start.PREFLIGHT), 12.345)
 
 
 def rows() -> list[Row]:

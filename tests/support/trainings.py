@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dray.contract import image_tasks
+from dray.contract.trainer import image_tasks
 from dray.runs import local, prepare
 from helpers import ROOT
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dray.checks import links, transport
 from dray.checks.device import now
 from dray.contract.findings import UnfitError, counted
-from dray.contract.silence import unprinted
+from dray.contract.processes import unprinted
 
 if TYPE_CHECKING:
     from dray.checks.rank import Rank

@@ -13,7 +13,7 @@ import torch
 
 from dray.checks import drivers, health, image
 from dray.checks.run_check import Skip, check
-from dray.contract import exit_codes, gpus, node
+from dray.contract import exit_codes, hardware, node
 from dray.contract.findings import DrayError, Finding, UnfitError
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def memory(index: int | str, size: int = 1 << 30) -> str:
 def _matmul(index: int) -> str:
     """The most TFLOP/s that this GPU reaches, compared with what its maker says."""
     device = torch.device("cuda", index)
-    maker, half = gpus.find(torch.cuda.get_device_name(device)), _half(device)
+    maker, half = hardware.find_gpu(torch.cuda.get_device_name(device)), _half(device)
     tflops = ceiling(device, half)
     found = f"{tflops:.0f} TFLOP/s in {str(half).removeprefix('torch.')}"
     if maker is None:
@@ -159,7 +159,7 @@ def _matmul(index: int) -> str:
 
 def _half(device: torch.device) -> torch.dtype:
     """The GPU's native 16-bit type: older GPUs only emulate bf16."""
-    maker = gpus.find(torch.cuda.get_device_name(device))
+    maker = hardware.find_gpu(torch.cuda.get_device_name(device))
     return torch.float16 if maker and not maker.bf16 else torch.bfloat16
 
 

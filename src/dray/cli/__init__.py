@@ -7,7 +7,7 @@ import sys
 
 from dray import __version__
 from dray.cli import streams
-from dray.contract import exit_codes, secrets, unexpected
+from dray.contract import exit_codes, failures, secrets
 from dray.contract.findings import ConfigError, DrayError, nearest
 
 # In the order of a day, as `dray --help` shows them. Each line is the beginning of the verb's own help.
@@ -90,7 +90,7 @@ def _code(argv: list[str]) -> int:
 
         return app.run(argv)
     except Exception as raised:
-        return _say(unexpected.error(raised))
+        return _say(failures.unexpected_error(raised))
 
 
 def _help() -> str:

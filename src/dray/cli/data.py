@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from dray.cli.args import Engine, Json, Overrides, RecipeFile
-from dray.contract import exit_codes, image_tasks
+from dray.contract import exit_codes
 from dray.contract.control_characters import cell, printable
 from dray.contract.findings import ConfigError, counted
+from dray.contract.trainer import image_tasks
 from dray.runs import local, run_in_image
 from dray.runs.prepare import read_recipe
 

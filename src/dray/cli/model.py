@@ -14,8 +14,8 @@ import typer
 from dray.cli.args import Engine, NamedRun, Overrides, Runs, found
 from dray.config.recipe import Command, Recipe
 from dray.config.training import Evaluation
-from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
+from dray.contract.trainer import image_tasks
 from dray.runs import run_in_image
 from dray.runs import trust as trusting
 from dray.runs.prepare import over, read_recipe

@@ -14,8 +14,9 @@ from dray.cli import candidates
 from dray.cli.args import Runs, typed
 from dray.cli.on import On, bring_back, hand_over
 from dray.config.training import Tracker
-from dray.contract import files, image_tasks
+from dray.contract import files
 from dray.contract.findings import ConfigError
+from dray.contract.trainer import image_tasks
 from dray.runs import run_in_image
 from dray.runs.report import sections
 from dray.runs.report.data import gather

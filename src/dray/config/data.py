@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from dray.config.load_toml import Natural, Spec
-from dray.contract import dataset_name, mix, secrets
+from dray.contract import secrets
 from dray.contract.findings import ConfigError, listed, nearest
+from dray.contract.trainer import dataset
 
 # What decides where bytes come from and go, who asks for them, or whether a dataset's own code runs.
 _TAKEN = {
@@ -70,7 +71,7 @@ class Data(Spec):
     map: Map = ""
     """FILE.py:FUNCTION: your function, which gets each row as a dict before `column` is read, and returns a dict, a
     list of dicts, or None to drop the row. The plan has the file's text. A relative path starts beside the recipe."""
-    config_kwargs: dict[Literal[*dataset_name.BUILDERS], dict[str, Any]] = {}  # type: ignore[valid-type]
+    config_kwargs: dict[Literal[*dataset.BUILDERS], dict[str, Any]] = {}  # type: ignore[valid-type]
     """More arguments of load_dataset, by builder of `datasets`, such as sep for csv."""
     min_characters: Natural = 0
     """Shorter documents are left out. The length of a conversation includes the names of its roles."""
@@ -109,10 +110,10 @@ class Data(Spec):
             )
         weights = [source.weight for source in self.mix.values()]
         for name, source in self.mix.items():
-            if mix.is_too_light(source.weight, weights):
+            if dataset.is_too_light(source.weight, weights):
                 yield (
                     f"data.mix.{name}.weight = {source.weight:g} of {sum(weights):g} in all is less than one sample of "
-                    f"{mix.BLOCK:,}, the smallest share of a mix"
+                    f"{dataset.BLOCK:,}, the smallest share of a mix"
                 )
 
 

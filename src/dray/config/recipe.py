@@ -14,7 +14,8 @@ from dray.config.data import Data
 from dray.config.image_definition import ADOPTED_OR_FILE, Fingerprint, Variant
 from dray.config.load_toml import Count, Natural, NotNegative, SecretError, Spec, Variable
 from dray.config.training import STRATEGIES, Analog, Batch, Evaluation, Lora, Model, Strategy, Train
-from dray.contract import dataset_name, secrets
+from dray.contract import secrets
+from dray.contract.trainer import dataset
 
 Launcher = Literal["torchrun", "accelerate", "deepspeed", "python", "ray"]
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -273,7 +274,7 @@ class Recipe(Spec):
     def places(self) -> dict[str, str]:
         """The keys that name a file or folder to read, with the paths; not built-in datasets or those of the hub."""
         model = {f"model.{name}": getattr(self.model, name) for name in ("name", "tokenizer")}
-        files = {key: path for key, name in self.datasets().items() if (path := dataset_name.parse(name).path)}
+        files = {key: path for key, name in self.datasets().items() if (path := dataset.parse(name).path)}
         return files | {key: name for key, name in model.items() if name.startswith(("/", "."))}
 
     def contradictions(self) -> Iterator[str]:
@@ -340,9 +341,9 @@ class Recipe(Spec):
         for key, name in self.datasets().items():
             if name.startswith("hub:") and not _HUB.fullmatch(name):
                 yield f"{key} = {name}: expected hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]"
-            if wrong := dataset_name.trouble(name):
-                raise (SecretError if dataset_name.shows_secret(name) else ValueError)(f"{key}: {wrong}")
-        if wrong := dataset_name.kwargs_trouble(self.datasets().values(), self.data.config_kwargs):
+            if wrong := dataset.trouble(name):
+                raise (SecretError if dataset.shows_secret(name) else ValueError)(f"{key}: {wrong}")
+        if wrong := dataset.kwargs_trouble(self.datasets().values(), self.data.config_kwargs):
             yield wrong
         for key, place in self.all_places().items():
             if _SHELLS.match(place) or "*" in str(PurePosixPath(place).parent):

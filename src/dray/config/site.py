@@ -12,7 +12,7 @@ from dray import engines
 from dray.config.image_definition import PLUGIN, Fingerprint, Variant
 from dray.config.load_toml import Natural, NotNegative, Spec, Variable
 from dray.contract import secrets
-from dray.contract.cores import parse
+from dray.contract.ranges import parse
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
 """Without a dot: what ends in .toml is a file."""

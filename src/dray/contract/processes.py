@@ -1,13 +1,15 @@
-"""Identify a process, so that a later one with the same id is not taken for it."""
+"""Processes: the identity of one, so that a later one with its id is not taken for it, and what this one prints."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from dray.contract.node import proc_text
-from dray.contract.start_times import BOOT_ID
+from dray.contract.node_start import BOOT_ID
 
 
 def mark(pid: int) -> list[Any]:
@@ -33,3 +35,17 @@ def here(process: list[Any]) -> bool:
 def gone(process: list[Any]) -> bool:
     """Whether the process has certainly ended."""
     return here(process) and began(process[2]) != process[3]
+
+
+@contextmanager
+def unprinted() -> Iterator[None]:
+    """Hide all that this process prints to stdout meanwhile, also of C++ code."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

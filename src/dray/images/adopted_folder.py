@@ -25,7 +25,7 @@ from typing import Any
 from zipfile import ZipFile
 
 from dray import __version__, process
-from dray.contract import unexpected
+from dray.contract import failures
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.fetch import platforms, sha256
 from dray.images.locks import lock
@@ -376,6 +376,6 @@ def main() -> None:
     try:
         print(make(**vars(parser.parse_args())))
     except Exception as raised:
-        error = unexpected.error(raised)
+        error = failures.unexpected_error(raised)
         _say(f"dray: {error}")
         sys.exit(error.exit_code)

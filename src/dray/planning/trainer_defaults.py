@@ -7,8 +7,8 @@ import re
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.config.training import Batch, Train
-from dray.contract import fsdp_nodes
 from dray.contract.findings import counted
+from dray.contract.trainer import fsdp_nodes
 from dray.facts import Facts, Files
 from dray.planning.estimates import memory, model_shape
 from dray.planning.estimates.memory import GB

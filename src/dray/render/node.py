@@ -9,9 +9,9 @@ from importlib import resources
 
 from dray import engines
 from dray.config.image_definition import ACCELERATORS
-from dray.contract import exit_codes, heartbeat, start_times
+from dray.contract import exit_codes, heartbeat, node_start
 from dray.contract import run_folder as names
-from dray.contract.early_variables import is_early
+from dray.contract.node_start import is_early
 from dray.engines.base import STAGED_IMAGE, Container, Engine, Mount, Shell
 from dray.planning.schema import Plan, Variable
 
@@ -102,7 +102,7 @@ def _engine_parts(plan: Plan, engine: Engine, *, entering: bool) -> Iterator[str
     if plan.signers:
         yield "\n\n".join(_signed(plan))
     if not entering:
-        yield f'export {prefix}{start_times.VARIABLE}="$started" {prefix}{heartbeat.FOLDER}={shlex.quote(plan.scratch)}'
+        yield f'export {prefix}{node_start.STARTED}="$started" {prefix}{heartbeat.FOLDER}={shlex.quote(plan.scratch)}'
     if not engine.script_mounts:
         yield f"cd {shlex.quote(plan.where)}"
     argv = engine.argv(_container(plan, entering=True), [Shell('"$@"')]) if entering else start_argv(plan)
@@ -152,7 +152,7 @@ def _container(plan: Plan, *, entering: bool = False) -> Container:
         variables=(
             *(variable.name for variable in _exported(plan, entering=entering)),
             *plan.world.identity.values(),
-            *(start_times.VARIABLE, heartbeat.FOLDER),
+            *(node_start.STARTED, heartbeat.FOLDER),
             *plan.world.task,
             *plan.pass_env,
         ),

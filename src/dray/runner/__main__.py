@@ -11,9 +11,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from dray.contract import exit_codes, findings, run_folder, scratch, unexpected
+from dray.contract import exit_codes, failures, findings, run_folder, scratch
 from dray.contract.findings import DrayError, Finding
-from dray.contract.start_times import PREFLIGHT, RENDEZVOUS
+from dray.contract.node_start import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
     children,
@@ -74,14 +74,14 @@ class Runner:
         try:
             self.meet()
         except Exception as raised:
-            error = findings.error(self.unfit) if self.unfit else unexpected.error(raised)
+            error = findings.error(self.unfit) if self.unfit else failures.unexpected_error(raised)
             return self.refuse(error).code
         try:
             code = self.launch()
             while self.restart():
                 code = self.launch()
         except Exception as raised:
-            code = self.fail(unexpected.error(raised))
+            code = self.fail(failures.unexpected_error(raised))
         finally:
             self.leave()
         return code
@@ -298,7 +298,7 @@ if __name__ == "__main__":
     try:
         ended = main(sys.argv[1])
     except Exception as raised:  # a plan that cannot be read, or a folder in which no record can be left
-        error = unexpected.error(raised)
+        error = failures.unexpected_error(raised)
         print(error, file=sys.stderr)
         ended = error.finding.code
     sys.exit(ended)

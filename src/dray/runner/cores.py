@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from dray.contract.cores import LIMIT, parse, render
 from dray.contract.node import proc_text
+from dray.contract.ranges import LIMIT, parse, render
 from dray.runner.log import say
 from dray.runner.plan import Environ, World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from dray.contract import heartbeat
-from dray.contract.early_variables import is_early
+from dray.contract.node_start import is_early
 from dray.runner import cores
 from dray.runner.plan import Endpoint, Environ, Plan
 from dray.runner.protocol import Restart

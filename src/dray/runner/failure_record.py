@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from dray.contract import files, hardware, processes, root_cause, run_folder
+from dray.contract import failures, files, hardware, processes, run_folder
 from dray.contract.findings import Finding
 from dray.runner import evidence, heartbeats, redact
 from dray.runner.log import say
@@ -51,7 +51,7 @@ def first_failure(plan: Plan) -> dict[str, Any] | None:
 
     def order(record: Mapping[str, Any]) -> float:
         lines = [record["why"], *record["last_lines"]]
-        return root_cause.order(record["time"], first, lambda: root_cause.follows(lines))
+        return failures.cause_order(record["time"], first, lambda: failures.follows_peer(lines))
 
     return min(records, key=order, default=None)
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dray.contract import exit_codes, run_folder, start_times
+from dray.contract import exit_codes, node_start, run_folder
 from dray.contract.findings import DrayError, Finding, UnfitError, error, listed
 from dray.runner.children import Children, ended_with
 from dray.runner.control import Control
@@ -170,7 +170,7 @@ class Preflight:
             rank.late(limit)
         reports = [rank.report for rank in self.ranks]
         if speeds := [report.tflops for report in reports if report.tflops]:
-            measured[start_times.TFLOPS] = min(speeds)
+            measured[node_start.TFLOPS] = min(speeds)
         findings = [finding for report in reports for finding in report.findings]
         if not findings:
             return None

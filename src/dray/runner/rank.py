@@ -15,7 +15,7 @@ from _json import encode_basestring_ascii as quoted  # json's own, without the 5
 if __name__ == "__main__":
     sys.path[:] = [*sys.path[1:], os.path.abspath(f"{__file__}/../../..")]
 
-from dray.contract import cores, exit_codes, heartbeat, run_folder
+from dray.contract import exit_codes, heartbeat, ranges, run_folder
 from dray.runner import children, ranks
 from dray.runner.log import say
 
@@ -95,7 +95,7 @@ def _bind() -> None:
     """Move to this rank's share of the node's cores, if the runner has found one."""
     if shares := os.environ.pop("DRAY_CORES", ""):
         try:
-            os.sched_setaffinity(0, cores.parse(shares.split(";")[int(os.environ["LOCAL_RANK"])]))
+            os.sched_setaffinity(0, ranges.parse(shares.split(";")[int(os.environ["LOCAL_RANK"])]))
         except (OSError, ValueError, LookupError) as error:
             say(f"this rank is not bound to its cores: {error}")
 

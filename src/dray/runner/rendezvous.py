@@ -17,7 +17,7 @@ from contextlib import suppress
 from dray import __version__
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError, listed
-from dray.contract.hostnames import compress
+from dray.contract.ranges import compress_hosts
 from dray.runner import address, failure_record
 from dray.runner.connections import Connection, Server, greet
 from dray.runner.plan import Endpoint, Plan
@@ -185,7 +185,7 @@ def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayErro
     unfit = [hello for _, hello in sorted(came.items()) if hello.unfit]
     found = [f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]]
     if absent:
-        found.append(f"missing: {compress(absent)}")
+        found.append(f"missing: {compress_hosts(absent)}")
     if unfit:
         failing = [hello.name for hello in unfit]
         failure_record.put(f"{plan.folder}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")

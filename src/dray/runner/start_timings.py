@@ -11,7 +11,7 @@ import json
 import os
 import time
 
-from dray.contract import heartbeat, processes, run_folder, start_times
+from dray.contract import heartbeat, node_start, processes, run_folder
 from dray.runner import failure_record, heartbeats
 from dray.runner.plan import Plan
 
@@ -24,8 +24,8 @@ class StartTimings:
     """The times of one node, from the start of its runner to the first step of its ranks."""
 
     def __init__(self, plan: Plan) -> None:
-        started = os.environ.pop(start_times.VARIABLE, "")
-        self.parts = start_times.before(started, processes.mark(os.getpid())[0], LOADED)
+        started = os.environ.pop(node_start.STARTED, "")
+        self.parts = node_start.parts_before_runner(started, processes.mark(os.getpid())[0], LOADED)
         self._plan = plan
         self.nodes: list[dict[str, float]] = [{} for _ in plan.world.nodes]
         """The times of each node; other nodes have their own alone."""
@@ -52,7 +52,7 @@ class StartTimings:
         if _now() < self._looks_at and not last:
             return {}
         self._looks_at = _now() + _EACH_S
-        parts = start_times.clean({**self.parts, **self._of_ranks()})
+        parts = node_start.valid_parts({**self.parts, **self._of_ranks()})
         me = self._plan.me
         if parts != self.nodes[me]:
             self.nodes[me] = parts
@@ -69,5 +69,5 @@ class StartTimings:
         marks = [heartbeats.of(self._plan, rank).marks for rank in self._plan.ranks]
         if not all(rank[heartbeat.IMPORTED] for rank in marks):
             return {}
-        parts = {name: mark / 1e9 for name, mark in zip(start_times.RANK, max(marks), strict=True) if mark}
-        return {**parts, start_times.IMPORT: parts[start_times.IMPORT] - self._launched}
+        parts = {name: mark / 1e9 for name, mark in zip(node_start.RANK, max(marks), strict=True) if mark}
+        return {**parts, node_start.IMPORT: parts[node_start.IMPORT] - self._launched}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.contract import exit_codes, files, root_cause, run_folder, secrets
+from dray.contract import exit_codes, failures, files, run_folder, secrets
 from dray.planning.schema import Plan
 from dray.runs import causes
 from dray.runs.result import Cause
@@ -36,7 +36,7 @@ class Record(NamedTuple):
 def read(folder: Path, logs: Path, *, warn: Callable[[str], None]) -> list[Record]:
     """The records in order of cause; a damaged record is a warning, which names its node or rank.
 
-    A lost node comes before the ranks that failed because of it; contract/root_cause.py orders the rest.
+    A lost node comes before the ranks that failed because of it; contract/failures.py orders the rest.
     """
     found = []
     for path in sorted(folder.iterdir()):
@@ -50,8 +50,8 @@ def read(folder: Path, logs: Path, *, warn: Callable[[str], None]) -> list[Recor
 
     def order(one: Record) -> float:
         if one.cause.node in lost:  # the records of its own ranks say more
-            return one.time - root_cause.UNNOTICED_S
-        return root_cause.order(one.time, first, lambda: causes.explained(one.cause).name == causes.FOLLOWS)
+            return one.time - failures.UNNOTICED_S
+        return failures.cause_order(one.time, first, lambda: causes.explained(one.cause).name == causes.FOLLOWS)
 
     return sorted(found, key=order)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dray.config.recipe import Command, Recipe
-from dray.contract import dataset_name, exit_codes
+from dray.contract import exit_codes
 from dray.contract.files import parse_json, read
 from dray.contract.findings import ConfigError, Finding
+from dray.contract.trainer.dataset import HUB, parse
 from dray.facts import Facts, Files
 
 
@@ -70,8 +71,8 @@ def _missing_on_hub(recipe: Recipe, cache: Path) -> Iterator[str]:
     models = [name for name in (recipe.model.name, recipe.model.tokenizer) if name and name[0] not in "/."]
     named = [("models", name) for name in models]
     for name in recipe.datasets().values():
-        dataset = dataset_name.parse(name)
-        if dataset.builder == dataset_name.HUB:  # OWNER/NAME[@REVISION][/SUBSET]
+        dataset = parse(name)
+        if dataset.builder == HUB:  # OWNER/NAME[@REVISION][/SUBSET]
             named.append(("datasets", "/".join(dataset.files.partition("@")[0].split("/")[:2])))
     for kind, name in dict.fromkeys(named):
         if not _cached(cache, kind, name).is_dir():

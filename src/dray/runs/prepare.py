@@ -17,9 +17,10 @@ from dray.config import accelerate_file, deepspeed_file, sites
 from dray.config.data import with_text
 from dray.config.load_toml import load, put, validate
 from dray.config.recipe import Recipe
-from dray.contract import dataset_name, files, node
+from dray.contract import files, node
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
+from dray.contract.trainer import dataset
 from dray.facts import Facts, to_text
 from dray.fitness import variables
 from dray.planning import environment, image, world
@@ -85,7 +86,7 @@ def _with_files(recipe: Recipe, folder: Path) -> Recipe:
     datasets = recipe.datasets()
     for key, place in places.items():
         absolute = str(folder / place)
-        value = dataset_name.parse(datasets[key]).at(absolute) if key in datasets else absolute
+        value = dataset.parse(datasets[key]).at(absolute) if key in datasets else absolute
         table = put(table, tuple(key.split(".")), value)
     for key, function in recipe.maps().items():
         if "\n" not in function:  # else it is from a plan, which has the text

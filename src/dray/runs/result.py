@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from dray.contract import files
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted
-from dray.contract.hostnames import compress
+from dray.contract.ranges import compress_hosts
 from dray.runs.cost import Cost, Spent
 from dray.runs.startup import Startup
 from dray.runs.store import Attempt as StoredAttempt
@@ -194,7 +194,7 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
             if not any(line.startswith("  fix:") for line in [*cause.why.splitlines(), *cause.last_lines]):
                 lines.append(f"  fix: {cause.fix}")
         if result.failing_nodes:
-            names = compress(result.failing_nodes)
+            names = compress_hosts(result.failing_nodes)
             lines.append(f"failing nodes: {names} (sbatch --exclude={shlex.quote(names)})")
     elif result.status == "stopped":
         step = f"after step {result.steps}" if result.steps else "before the first step was logged"

@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 from dray import engines
 from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Command, Preflight, Recipe
-from dray.contract import image_tasks, node
+from dray.contract import node
 from dray.contract.findings import ConfigError, Finding
+from dray.contract.trainer import image_tasks
 from dray.facts import Engine
 from dray.planning.schema import Plan
 from dray.runs import local, prepare, store
@@ -90,7 +91,7 @@ def once(
     sections: Sequence[str] = (),
     by_gpu: bool = False,
 ) -> int:
-    """Run one job of contract/image_tasks.py and show its output as it comes; its exit code.
+    """Run one job of contract/trainer/image_tasks.py and show its output as it comes; its exit code.
 
     The job is a run of one rank in `folder` that leaves no run folder. Python imports nothing from `folder`, which may
     be another user's model. The container sees `folder` and the files that the recipe's `sections` name. With `by_gpu`

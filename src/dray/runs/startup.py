@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 
 from dray.contract.findings import measured
-from dray.contract.start_times import NAMES, SBCAST, STAGE, TFLOPS, clean
+from dray.contract.node_start import NAMES, SBCAST, STAGE, TFLOPS, valid_parts
 from dray.runs.store import RunPaths, dig, read_json
 
 
@@ -39,7 +39,7 @@ class Startup(BaseModel):
 def read(paths: RunPaths, names: Sequence[str], queue_s: float | None = None) -> Startup | None:
     """The start-up of an attempt with these nodes, finished or not; None if nothing was measured."""
     told = dig(read_json(paths.startup, []), "nodes")
-    rows = [clean(row) for row in told] if isinstance(told, list) else []
+    rows = [valid_parts(row) for row in told] if isinstance(told, list) else []
     if rows and SBCAST in rows[0]:
         rows[0][STAGE] = round(rows[0].get(STAGE, 0.0) + rows[0][SBCAST], 3)
     speeds = [(row[TFLOPS], name) for name, row in zip(names, rows, strict=False) if TFLOPS in row]

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dray.contract import findings, unexpected
+from dray.contract import failures, findings
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.heartbeat import GROUPS
-from dray.contract.silence import unprinted
+from dray.contract.processes import unprinted
 from dray.train import ranks
 from dray.train.runtime.heartbeat import heartbeat
 
@@ -133,7 +133,7 @@ def _tried(do: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": do()}
     except (DrayError, OSError) as error:
-        return {"finding": unexpected.error(error, log=True).finding._asdict()}
+        return {"finding": failures.unexpected_error(error, log=True).finding._asdict()}
 
 
 def _value_or_raise(result: dict[str, Any]) -> Any:  # noqa: ANN401  any JSON value

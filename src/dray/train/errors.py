@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import NoReturn
 
-from dray.contract import exit_codes, root_cause, unexpected
+from dray.contract import exit_codes, failures
 from dray.contract.findings import ConfigError, DrayError
 
 _AT_END: list[Callable[[], None]] = []
@@ -61,7 +61,7 @@ def refusing(problem: str, *, fix: str, wanted: object = "", where: object = "")
     try:
         yield
     except Exception as error:
-        if isinstance(error, DrayError) or type(error).__name__ == _FULL_GPU or unexpected.is_machines(error):
+        if isinstance(error, DrayError) or type(error).__name__ == _FULL_GPU or failures.is_machines(error):
             raise
         raise ConfigError(problem, where=where, wanted=wanted, found=described(error), fix=fix) from error
 
@@ -85,7 +85,7 @@ def _known(raised: Exception) -> DrayError | None:
             found=" ".join(text.split(", but you set", maxsplit=1)[0].split())[:200],
             fix="train.deterministic=false, or another model.attn_implementation",
         )
-    if root_cause.follows([text]):
+    if failures.follows_peer([text]):
         traceback.print_exception(raised)
         return DrayError(
             "another rank has ended, and this rank cannot go on without it",
@@ -106,7 +106,7 @@ def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoRet
     try:
         main(*arguments)
     except Exception as raised:
-        error = _known(raised) or unexpected.error(raised, log=True)
+        error = _known(raised) or failures.unexpected_error(raised, log=True)
         code = error.finding.code
         with suppress(OSError):
             print(f"{name}{error}", file=sys.stderr)

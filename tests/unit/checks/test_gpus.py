@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dray.contract import gpus
+from dray.contract import hardware
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from dray.contract import gpus
     ],
 )
 def test_a_gpu_is_known_by_its_name(device: str, bf16: float, fp16: float, bandwidth: float) -> None:
-    found = gpus.find(device)
+    found = hardware.find_gpu(device)
     assert found
     assert (found.bf16, found.fp16, found.bandwidth) == (bf16, fp16, bandwidth)
 
@@ -48,12 +48,12 @@ def test_a_gpu_is_known_by_its_name(device: str, bf16: float, fp16: float, bandw
 )
 def test_another_or_a_part_of_one_is_not(device: str) -> None:
     """The old table took any name with H100 in it, or MI300, for one and the same."""
-    assert gpus.find(device) is None
+    assert hardware.find_gpu(device) is None
 
 
 def test_each_figure_has_a_source() -> None:
     assert [
-        gpu.name for gpu in gpus.known() if not re.search(r"(datasheet|data sheet|guide).*20\d\d", gpu.source)
+        gpu.name for gpu in hardware.known_gpus() if not re.search(r"(datasheet|data sheet|guide).*20\d\d", gpu.source)
     ] == []
 
 
@@ -84,7 +84,7 @@ def test_the_measured_ceiling_stands_beside_the_makers_figure(monkeypatch: pytes
     for name in ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB", "NVIDIA A10G"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         said[name] = device._matmul(0)
-    h100, v100 = gpus.find("NVIDIA H100 80GB HBM3"), gpus.find("Tesla V100-SXM2-16GB")
+    h100, v100 = hardware.find_gpu("NVIDIA H100 80GB HBM3"), hardware.find_gpu("Tesla V100-SXM2-16GB")
     assert h100
     assert v100
     assert said == {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dray.config.recipe import Recipe
-from dray.contract.dataset_name import Named, parse
 from dray.contract.findings import ConfigError
+from dray.contract.trainer.dataset import Named, parse
 from dray.runs.prepare import read_recipe
 from helpers import ROOT
 

@@ -10,7 +10,7 @@ import pytest
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.config.site import Site
-from dray.contract import cores, files
+from dray.contract import files, ranges
 from dray.contract.findings import ConfigError
 from dray.runs import hostfile, prepare
 
@@ -102,7 +102,7 @@ def test_half_of_a_pair_is_no_lone_surrogate() -> None:
 @pytest.mark.parametrize("text", ["0-99999999999", "8192", "9" * 5000, "1-2-3", "a", "0-8191,0"])
 def test_cores_that_no_machine_has(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cores|invalid literal|digits"):
-        cores.parse(text)
+        ranges.parse(text)
     (tmp_path / "x.toml").write_text(f'name = "x"\nabout = ""\ncores = ["{text}"]\n')
     with pytest.raises(ConfigError):
         load(Site, tmp_path / "x.toml")

@@ -36,7 +36,7 @@ from damage import (
 from dray import cli
 from dray.cli import app
 from dray.cli.streams import show
-from dray.contract import exit_codes, unexpected
+from dray.contract import exit_codes, failures
 from dray.contract.run_folder import RESULT
 from dray.runs.status import Watched
 from dray.runs.store import RunPaths
@@ -181,9 +181,9 @@ def test_a_damaged_file(name: str, damage: str, tmp_path: Path, home: Path, tabl
         try:
             code, text = exit_codes.DONE, "nothing" if reader.read(path) is None else "read"
         except Exception as raised:
-            error = unexpected.error(raised)
+            error = failures.unexpected_error(raised)
             code, text = error.finding.code, error.problem.replace(str(tmp_path), "HOME")
-    assert text != unexpected.DEFECT
+    assert text != failures.DEFECT
     if damage in OTHERS and reader.refuses is not None:
         assert code == exit_codes.CONFIG if reader.refuses else text == "nothing"
     table.check(name, damage, code, shown(text, home))
@@ -212,7 +212,7 @@ def test_a_damaged_run(
         code = cli._code([str(words.get(word, word)) for word in verb.split()])
     out, err = capfd.readouterr()
     assert code in CODES, err
-    for word in (unexpected.DEFECT, "send a bug report with", "Traceback"):
+    for word in (failures.DEFECT, "send a bug report with", "Traceback"):
         assert word not in err
     assert "\x1b" not in (err if verb.startswith("logs") else out + err)
     text = (err or out) if code else out if verb in SHOWN else ""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dray.config.site import Site
-from dray.contract import fsdp_nodes
 from dray.contract.findings import ConfigError
+from dray.contract.trainer import fsdp_nodes
 from dray.facts import Facts
 from dray.planning import plan, world
 from dray.runs.prepare import read_recipe

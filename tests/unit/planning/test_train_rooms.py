@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from dray.config.training import STRATEGIES, Train
-from dray.contract import image_tasks
+from dray.contract.trainer import image_tasks
 from helpers import ROOT
 
 TRAIN = ROOT / "src/dray/train"

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dray.contract import root_cause, run_folder
+from dray.contract import failures, run_folder
 from dray.contract.findings import Finding
 from dray.runner import evidence, failure_record
 from dray.runner import rank as rank_module
@@ -465,7 +465,7 @@ def test_a_mount_that_went_away_is_try_again() -> None:
 def test_the_runner_knows_the_same_signs_of_another_s_end() -> None:
     """It reads no causes.toml."""
     (one,) = (one for one in causes.known() if one.name == causes.FOLLOWS)
-    assert [sign.lines and sign.lines.pattern for sign in one.sign] == ["|".join(root_cause.ENDED)]
+    assert [sign.lines and sign.lines.pattern for sign in one.sign] == ["|".join(failures.PEER_ENDED)]
 
 
 def test_a_record_has_the_time_at_which_the_end_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

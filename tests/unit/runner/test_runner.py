@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from dray.contract.cores import parse, render
 from dray.contract.findings import UnfitError
+from dray.contract.ranges import parse, render
 from dray.runner import __main__ as runner
 from dray.runner import address, cores, evidence
 from dray.runner import rank as rank_module

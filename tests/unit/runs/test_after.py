@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import command  # noqa: E402
-from dray.contract import image_tasks  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
+from dray.contract.trainer import image_tasks  # noqa: E402
 from dray.train.checkpoint.shards import open_checkpoint, whole_shards  # noqa: E402
 from dray.train.data import hub  # noqa: E402
 from dray.train.outputs import card  # noqa: E402

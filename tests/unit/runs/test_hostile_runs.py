@@ -17,7 +17,7 @@ from damage import make_run, old
 from dray import cli
 from dray.cli import app
 from dray.cli.streams import show
-from dray.contract import unexpected
+from dray.contract import failures
 from dray.runs.status import Watched
 from dray.runs.store import RunPaths
 
@@ -95,7 +95,7 @@ def dray_says(
             finally:
                 signal.alarm(0)
             out, err = capfd.readouterr()
-            bad = [word for word in (unexpected.DEFECT, "send a bug report with", "Traceback") if word in err]
+            bad = [word for word in (failures.DEFECT, "send a bug report with", "Traceback") if word in err]
             bad += ["an escape sequence"] if "\x1b" in (err if verb[0] == "logs" else out + err) else []
             bad += ["no line"] if not (out + err).strip() and verb[0] not in ("logs", "enter", "model") else []
             if code not in CODES or bad:

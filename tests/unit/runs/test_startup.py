@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dray.cli import runs, status
-from dray.contract import heartbeat, start_times
+from dray.contract import heartbeat, node_start
 from dray.runner import start_timings
 from dray.runner.children import Loop
 from dray.runner.protocol import Restart
@@ -70,10 +70,10 @@ class TestBeforeTheRunner:
         ],
     )
     def test_parts(self, text: str, parts: dict[str, float]) -> None:
-        assert start_times.before(text, "b", 15.5) == parts
+        assert node_start.parts_before_runner(text, "b", 15.5) == parts
 
     def test_where_no_kernel_tells_its_start(self) -> None:
-        assert start_times.before("boot= began=10.00", "", 15.5) == {}
+        assert node_start.parts_before_runner("boot= began=10.00", "", 15.5) == {}
 
     def test_bash_reads_the_clock_of_the_runner(self) -> None:
         script = f'set -euo pipefail\nsource "{CLOCK}"\nnode::now staging\nnode::now staged\necho "$started"'
@@ -103,7 +103,7 @@ class TestBeforeTheRunner:
     ],
 )
 def test_what_is_no_duration_is_left_out(given: object, kept: dict[str, float]) -> None:
-    assert start_times.clean(given) == kept
+    assert node_start.valid_parts(given) == kept
 
 
 def beat(folder: Path, rank: int, *marks: int) -> None:
@@ -116,7 +116,7 @@ def beat(folder: Path, rank: int, *marks: int) -> None:
 
 
 def node(plan: dict[str, Any], me: int, monkeypatch: pytest.MonkeyPatch, text: str = "") -> StartTimings:
-    monkeypatch.setenv(start_times.VARIABLE, text)
+    monkeypatch.setenv(node_start.STARTED, text)
     monkeypatch.setattr(start_timings, "LOADED", time.clock_gettime(time.CLOCK_BOOTTIME))
     return StartTimings(decoded(plan, me))
 
@@ -127,9 +127,9 @@ class TestOfANode:
     def test_the_last_rank_to_import_counts(self, plan, monkeypatch, tmp_path: Path) -> None:
         plan["recipe"]["train"] = {"steps": 1}
         one = node(plan, 1, monkeypatch)
-        one.lap(start_times.RENDEZVOUS)
+        one.lap(node_start.RENDEZVOUS)
         one.launched()
-        rendezvous = one.parts[start_times.RENDEZVOUS]
+        rendezvous = one.parts[node_start.RENDEZVOUS]
         assert one.look() == {"rendezvous": rendezvous}
         since = int(one._launched * SECOND)
         beat(tmp_path / "own", 2, since + 3 * SECOND, SECOND // 2, SECOND, 0, 4 * SECOND, 2 * SECOND)
@@ -163,7 +163,7 @@ class TestOfANode:
     def test_a_restart_is_no_part_of_it(self, plan, tmp_path: Path, restart: int) -> None:
         links = control(plan, {}, Loop())
         links.start = Restart(restart)
-        links._timings.lap(start_times.RENDEZVOUS)
+        links._timings.lap(node_start.RENDEZVOUS)
         links.close()
         assert (tmp_path / "startup.json").exists() is not bool(restart)
 
@@ -225,7 +225,7 @@ def test_two_nodes(plan, start: Start, tmp_path: Path) -> None:
     """Through the runners' own connections; the ranks end at once, and what they told last is not lost."""
     plan["recipe"]["train"] = {"steps": 1}
     plan["launcher"], plan["command"] = [sys.executable, "-c", RANK, "{node_rank}"], ["true"]
-    before = {start_times.VARIABLE: f"boot={BOOT} began=0.01"}
+    before = {node_start.STARTED: f"boot={BOOT} began=0.01"}
     nodes = [start(number, 2, f"node{number + 1}", **before) for number in (0, 1)]
     assert [ended(one)[0] for one in nodes] == [0, 0]
     found = json.loads((tmp_path / "startup.json").read_text())

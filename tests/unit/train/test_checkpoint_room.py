@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.contract import unexpected
+from dray.contract import failures
 from dray.contract.findings import DrayError
 
 checkpoints = pytest.importorskip("dray.train.checkpoint.checkpoints", reason="torch: no training stack is installed")
@@ -46,4 +46,4 @@ def test_what_somebody_mends_is_told_from_what_stays(raised: Exception, code: in
 def test_what_a_save_survives_is_nobody_s_configuration(name: str) -> None:
     raised = OSError(number := getattr(errno, name), os.strerror(number), "/kept/x")
     assert failing(raised).finding.code == 69
-    assert unexpected.error(raised, log=True).finding.code == 69
+    assert failures.unexpected_error(raised, log=True).finding.code == 69

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import command
-from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
+from dray.contract.trainer import image_tasks
 from dray.runs.prepare import read_recipe
 from helpers import ROOT
 

@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from dray.contract import image_tasks  # noqa: E402
 from dray.contract.findings import ConfigError  # noqa: E402
+from dray.contract.trainer import image_tasks  # noqa: E402
 from dray.train.checkpoint import manifest  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
 from dray.train.model import build  # noqa: E402

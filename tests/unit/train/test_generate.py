@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import command
-from dray.contract import image_tasks
+from dray.contract.trainer import image_tasks
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 

@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel  # noqa: E402
 
 from dray import cli  # noqa: E402
 from dray.contract.findings import ConfigError  # noqa: E402
-from dray.contract.image_tasks import Importing  # noqa: E402
+from dray.contract.trainer.image_tasks import Importing  # noqa: E402
 from dray.runs.prepare import read_recipe  # noqa: E402
 from dray.train.outputs import importing  # noqa: E402
 from helpers import ROOT  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from command import dray
-from dray.contract import image_tasks
+from dray.contract.trainer import image_tasks
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 

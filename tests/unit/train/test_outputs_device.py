@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dray.contract import image_tasks, node
+from dray.contract import node
+from dray.contract.trainer import image_tasks
 from dray.planning.schema import Plan
 from dray.runs import local, run_in_image
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dray.contract import image_tasks
 from dray.contract.findings import DrayError
+from dray.contract.trainer import image_tasks
 from dray.train.loop import trackers
 from dray.train.loop.trackers import KINDS, Kind
 from dray.train.outputs import sync

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dray.contract.silence import unprinted
+from dray.contract.processes import unprinted
 
 if TYPE_CHECKING:
     from trainings import Forks

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dray.contract.findings import ConfigError
-from dray.contract.mix import BLOCK, quotas
+from dray.contract.trainer.dataset import BLOCK, quotas
 from dray.runs.prepare import read_recipe
 from helpers import ROOT
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast  # noqa: E402
 
 import hubs  # noqa: E402
 import syncs  # noqa: E402
-from dray.contract import unexpected  # noqa: E402
+from dray.contract import failures  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import errors  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
@@ -178,7 +178,7 @@ def test_what_a_library_raises_is_the_users_or_the_machines(raised: Exception, c
 
     with pytest.raises(Exception) as stopped:  # noqa: PT011  any
         read()
-    found = errors._known(stopped.value) or unexpected.error(stopped.value)
+    found = errors._known(stopped.value) or failures.unexpected_error(stopped.value)
     assert found.finding.code == code
     assert (found.problem == "it cannot be read") == (code == 78)
 

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from safetensors.torch import load_file  # noqa: E402
 
-from dray.contract import image_tasks  # noqa: E402
+from dray.contract.trainer import image_tasks  # noqa: E402
 from dray.runs.finish import finish  # noqa: E402
 from dray.runs.result import summary  # noqa: E402
 from dray.train.checkpoint import manifest  # noqa: E402

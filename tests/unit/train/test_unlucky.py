@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.contract import exit_codes, unexpected
+from dray.contract import exit_codes, failures
 from dray.contract.findings import ConfigError
 from helpers import PYTHON, ROOT
 
@@ -98,20 +98,20 @@ def test_a_variable_in_another_encoding() -> None:
 @pytest.mark.hostile("defects")
 def test_a_defect_is_one_finding_and_a_file(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.delenv(unexpected.TRACEBACK, raising=False)
+    monkeypatch.delenv(failures.TRACEBACK, raising=False)
     with pytest.raises(KeyError) as caught:
         {}["a\ud800 hf_abcdefghijklmnopqrstuvwxyz"]
     if raised := caught.value:
-        error = unexpected.error(raised)
+        error = failures.unexpected_error(raised)
         (report,) = tmp_path.iterdir()
-        assert error.problem == unexpected.DEFECT
+        assert error.problem == failures.DEFECT
         assert error.finding.fix == f"report it where you got dray, with {report}"
         assert error.finding.code == exit_codes.FAILED
         assert "abcdefghijklmnopqrstuvwxyz" not in str(error)
         assert report.stat().st_mode & 0o777 == 0o600
         assert "Traceback" in report.read_text()
-        monkeypatch.setenv(unexpected.TRACEBACK, "1")
-        assert unexpected.error(raised).finding.fix.endswith("with the traceback above")
+        monkeypatch.setenv(failures.TRACEBACK, "1")
+        assert failures.unexpected_error(raised).finding.fix.endswith("with the traceback above")
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -127,7 +127,7 @@ def test_a_defect_is_one_finding_and_a_file(tmp_path: Path, monkeypatch, capsys)
     ],
 )
 def test_what_the_machine_refuses_is_no_defect(raised, code: int, problem: str, where: str) -> None:
-    found = unexpected.error(raised).finding
+    found = failures.unexpected_error(raised).finding
     assert (found.code, found.problem, found.where) == (code, problem, where)
     full = problem.startswith("No space")
     assert found.fix.startswith("make room on that disk" if full else "if the cause" if problem != "mine" else "")
@@ -137,7 +137,7 @@ def test_the_place_is_one_of_dray_s_own_lines() -> None:
     """A checkout is called dray too, and has the libraries in its .venv."""
     with pytest.raises(ZeroDivisionError) as caught:
         exec(compile("1 / 0", "/home/me/dray/.venv/lib/library.py", "exec"), {})
-    assert "library.py" not in unexpected.error(caught.value).finding.where
+    assert "library.py" not in failures.unexpected_error(caught.value).finding.where
 
 
 @pytest.mark.hostile("disks")

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted, listed
-from dray.contract.start_times import NAMES
+from dray.contract.node_start import NAMES
 from dray.runs import cost
 from dray.runs.metrics import number
 from dray.runs.report.data import Run

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dray.contract.failures import MENDED
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.contract.unexpected import MENDED
 from dray.train import ranks
 from dray.train.checkpoint import manifest
 from dray.train.checkpoint.lease import Lease

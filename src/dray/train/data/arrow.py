@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dray.contract import dataset_name
+from dray.contract.trainer import dataset
 from dray.train.data import files, remote
 
 _ROWS = 1024
@@ -20,7 +20,7 @@ _ROWS = 1024
 def group_sizes(path: str) -> list[int]:
     """The number of rows of each row group of a parquet file, or of each batch of an Arrow file."""
     with _damaged():
-        if dataset_name.ending(path) == ".parquet":
+        if dataset.ending(path) == ".parquet":
             return _sizes(pq.ParquetFile(_file(path)))
         return [len(batch) for batch in _table(path).to_batches()]
 
@@ -30,7 +30,7 @@ def rows(path: str, columns: list[str] | None, only: tuple[int, int] | None) -> 
     first, last = only or (0, 1 << 62)
     begin = 0
     with _damaged():
-        if dataset_name.ending(path) == ".parquet":
+        if dataset.ending(path) == ".parquet":
             file: Any = pq.ParquetFile(_file(path))
             _require(path, columns, file.schema_arrow.names)
             groups = list[int]()

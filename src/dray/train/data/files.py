@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
-from dray.contract.dataset_name import BUILDERS, BUILTIN, ENDINGS, ending
 from dray.contract.findings import ConfigError, listed
+from dray.contract.trainer.dataset import BUILDERS, BUILTIN, ENDINGS, ending
 from dray.train.data import remote
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

@@ -14,8 +14,8 @@ from itertools import accumulate, islice, pairwise
 from types import ModuleType
 from typing import Any
 
-from dray.contract.dataset_name import BUILTIN, ending
 from dray.contract.findings import ConfigError
+from dray.contract.trainer.dataset import BUILTIN, ending
 from dray.train.data import chat, datasets_builders, files, remote, synthetic_corpus
 from dray.train.data.files import ARROW, builder_of, lines, opened, refusing_damage
 from dray.train.data.map_function import Map

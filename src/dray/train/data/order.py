@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from dray.contract.mix import BLOCK, quotas
+from dray.contract.trainer.dataset import BLOCK, quotas
 
 _ROUNDS = 4
 _MASK = (1 << 64) - 1

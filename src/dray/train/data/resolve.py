@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from dray.contract.dataset_name import HUB, parse
 from dray.contract.findings import ConfigError
+from dray.contract.trainer.dataset import HUB, parse
 from dray.train.collectives import on_rank_0
 from dray.train.data import datasets_builders, formats, hub
 from dray.train.data.files import Identity, builder_of, find, has_lines, identity

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dray.contract import gpus
+from dray.contract import hardware
 from dray.contract.run_folder import METRICS, TRACKERS
 from dray.train import ranks
 from dray.train.config import Config
@@ -164,7 +164,7 @@ def flops_per_token(network: Any, config: Config, length: int) -> float:  # noqa
 
 def _peak(device: torch.device, precision: str) -> float:
     """Return the vendor's FLOPs a second, 0 if unknown. A 32-bit run is measured against the 16-bit peak, too."""
-    gpu = None if device.type == "cpu" else gpus.find(torch.cuda.get_device_name(device))
+    gpu = None if device.type == "cpu" else hardware.find_gpu(torch.cuda.get_device_name(device))
     return 0.0 if gpu is None else (gpu.bf16 if precision == "bf16" else gpu.fp16) * 1e12
 
 

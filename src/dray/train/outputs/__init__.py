@@ -1,1 +1,1 @@
-"""Jobs beside training: `python -m dray.train.outputs JOB.json`; contract/image_tasks.py lists them."""
+"""Jobs beside training: `python -m dray.train.outputs JOB.json`; contract/trainer/image_tasks.py lists them."""

@@ -1,4 +1,4 @@
-"""`python -m dray.train.outputs JOB.json`: a job of contract/image_tasks.py.
+"""`python -m dray.train.outputs JOB.json`: a job of contract/trainer/image_tasks.py.
 
 Each is a file of this folder, with `run`.
 """
@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from dray.contract import image_tasks
+from dray.contract.trainer import image_tasks
 from dray.train.errors import guarded
 
 

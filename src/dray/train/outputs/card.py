@@ -10,8 +10,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from dray.contract.dataset_name import HUB, parse
 from dray.contract.findings import counted
+from dray.contract.trainer.dataset import HUB, parse
 from dray.train import objectives
 from dray.train.config import Config
 

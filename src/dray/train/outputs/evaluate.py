@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dray.contract.image_tasks import Evaluate
+from dray.contract.trainer.image_tasks import Evaluate
 from dray.train import objectives, parallel
 from dray.train.checkpoint import manifest
 from dray.train.collectives import init_distributed

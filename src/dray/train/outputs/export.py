@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers.core_model_loading import revert_weight_conversion
 
-from dray.contract.image_tasks import Export
+from dray.contract.trainer.image_tasks import Export
 from dray.train.checkpoint import manifest
 from dray.train.checkpoint.shards import TYPES, Reader, open_checkpoint, whole_shards
 from dray.train.config import Config, of_plan

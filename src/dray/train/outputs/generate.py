@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dray.contract.findings import ConfigError, counted
-from dray.contract.image_tasks import Generate
+from dray.contract.trainer.image_tasks import Generate
 from dray.train import errors, objectives
 from dray.train.checkpoint import manifest
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 from dray.contract.findings import ConfigError, counted, listed
-from dray.contract.image_tasks import Importing
+from dray.contract.trainer.image_tasks import Importing
 from dray.train import errors
 from dray.train.checkpoint import checkpoints, manifest, staging
 from dray.train.checkpoint.shards import Shards, whole_shards

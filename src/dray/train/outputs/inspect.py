@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dray.contract.image_tasks import Inspect
+from dray.contract.trainer.image_tasks import Inspect
 from dray.train import objectives
 from dray.train.config import Config, of_recipe
 from dray.train.data import datasets, resolve, tokenizer

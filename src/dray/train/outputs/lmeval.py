@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dray.contract.findings import ConfigError
-from dray.contract.image_tasks import LmEval
+from dray.contract.trainer.image_tasks import LmEval
 from dray.train import errors
 from dray.train.checkpoint import manifest
 

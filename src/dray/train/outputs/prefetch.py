@@ -6,7 +6,7 @@ import os
 import re
 
 from dray.contract.findings import counted
-from dray.contract.image_tasks import Prefetch
+from dray.contract.trainer.image_tasks import Prefetch
 from dray.train.data import hub
 
 _SPLITS = ("train", "validation", "test")

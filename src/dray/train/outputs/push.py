@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from dray.contract.exit_codes import CONFIG, FAILED
 from dray.contract.findings import ConfigError, DrayError
-from dray.contract.image_tasks import Push
+from dray.contract.trainer.image_tasks import Push
 from dray.train.checkpoint import manifest
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dray.contract import files, run_folder, secrets
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.contract.image_tasks import Sync
+from dray.contract.trainer.image_tasks import Sync
 from dray.train.loop.trackers import KINDS, Tracked, newest, numbers, read, require, start_tracker
 
 _EVERY_S = 5.0

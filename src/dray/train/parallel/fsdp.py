@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dray.contract import fsdp_nodes
+from dray.contract.trainer import fsdp_nodes
 from dray.train import ranks
 from dray.train.collectives import all_gather_json
 from dray.train.config import Config

@@ -1,7 +1,8 @@
-"""The parts of a start, and how a node's script tells the runner of those before it.
+"""A node's start: how long its parts take, and the variables that its container has before the runner starts.
 
-Each is a duration by one clock of one node, which nobody sets: CLOCK_BOOTTIME, which bash reads in /proc/uptime. Nodes'
-clocks differ, and one that is set would make a part negative.
+The node's script tells the runner of the parts before it. Each is a duration by one clock of one node, which nobody
+sets: CLOCK_BOOTTIME, which bash reads in /proc/uptime. Nodes' clocks differ, and one that is set would make a part
+negative.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-VARIABLE = "DRAY_STARTED"
+STARTED = "DRAY_STARTED"
 """`boot=ID NAME=SECONDS ...`: the boot id of the clock, and the times."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -34,10 +35,15 @@ SBCAST = "sbcast"
 TFLOPS = "tflops"
 """Beside the parts: TFLOP/s of the node's slowest GPU in matrix products of 16 bits."""
 
+_EARLY = ("PATH", "PREPEND_PATH", "APPEND_PATH")
+"""The engine looks for python3 in PATH; Apptainer makes it of all three."""
+_EARLY_PREFIXES = ("PYTHON", "LD_", "NVIDIA_")
+"""The runner's own Python reads PYTHONPATH when it starts. Apptainer adds the host's libraries to LD_LIBRARY_PATH, and
+NVIDIA's hooks read their own variables."""
 _LONGEST = 1e7  # seconds: four months, which no job lasts
 
 
-def clean(told: object) -> dict[str, float]:
+def valid_parts(told: object) -> dict[str, float]:
     """The valid durations of a node's parts, without values that are negative, absurd, no numbers or unknown."""
     if not isinstance(told, dict):
         return {}
@@ -49,7 +55,7 @@ def clean(told: object) -> dict[str, float]:
     return durations
 
 
-def before(text: str, boot: str, runner: float) -> dict[str, float]:
+def parts_before_runner(text: str, boot: str, runner: float) -> dict[str, float]:
     """The parts before the runner began (at `runner`), without those of another clock or in the wrong order."""
     fields = dict(re.findall(r"(\w+)=(\S+)", text))
     if not boot or fields.get("boot") != boot:
@@ -66,4 +72,9 @@ def before(text: str, boot: str, runner: float) -> dict[str, float]:
         parts |= {"plan": lasted("begun", "planned"), "srun": lasted("asked", "began")}
         if stage >= 0:
             parts[SBCAST] = lasted("planned", "asked")
-    return clean(parts)
+    return valid_parts(parts)
+
+
+def is_early(name: str) -> bool:
+    """Whether the container has this variable of the plan before the runner starts, which sets all others."""
+    return name in _EARLY or name.startswith(_EARLY_PREFIXES)

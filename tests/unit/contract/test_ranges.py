@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dray.contract.hostnames import compress
+from dray.contract.ranges import compress_hosts
 from dray.hostlist import expand
 
 
@@ -25,10 +25,10 @@ from dray.hostlist import expand
     ],
 )
 def test_the_short_form(names: list[str], short: str) -> None:
-    assert compress(names) == short
+    assert compress_hosts(names) == short
     assert sorted(expand(short) if short else []) == sorted(set(names))
 
 
 def test_every_other_of_ten_thousand() -> None:
     names = [f"nid{number:06}" for number in range(1, 10_001, 2)]
-    assert expand(compress(names)) == names
+    assert expand(compress_hosts(names)) == names

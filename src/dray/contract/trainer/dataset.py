@@ -1,9 +1,10 @@
-"""How a recipe names a dataset: hub:OWNER/NAME..., or [BUILDER:]FILES[:train[SLICE]]."""
+"""A dataset of a recipe: its name, hub:OWNER/NAME... or [BUILDER:]FILES[:train[SLICE]], and its share of a mix."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
@@ -17,6 +18,8 @@ BUILDERS = (
 """The builders of `datasets` that make rows with text. Not `pandas`, whose pickles may run code."""
 ENDINGS = {".tar": "webdataset", ".h5": "hdf5", ".hdf5": "hdf5"}
 """File endings from which dray knows the builder."""
+BLOCK = 1024
+"""The samples of a block of a mix, in which every dataset has its share."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 _BUILDER = re.compile(r"([A-Za-z][A-Za-z0-9_]+):(?!//)(.*)", re.DOTALL)
@@ -71,14 +74,6 @@ def ending(files: str) -> str:
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 
-def _url(files: str) -> SplitResult:
-    """The parts of a URL; all are empty if it is none, such as one with an open bracket."""
-    try:
-        return urlsplit(files)
-    except ValueError:
-        return urlsplit("")
-
-
 def trouble(name: str) -> str:
     """What is wrong with a name; empty if nothing is."""
     named = parse(name)
@@ -98,6 +93,22 @@ def kwargs_trouble(names: Iterable[str], kwargs: Mapping[str, Mapping[str, objec
     if unused := sorted({*kwargs} - builders):
         return f"data.config_kwargs.{unused[0]}: no dataset uses this builder; name one as {unused[0]}:FILES"
     return ""
+
+
+def quotas(size: int, weights: Sequence[float]) -> list[int]:
+    """Share out `size` samples by weight, the rest to the largest remainders. Exact, so the same on every machine."""
+    parts = [Fraction(weight) for weight in weights]
+    exact = [size * part / sum(parts) for part in parts]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda source: (shares[source] - exact[source], source))
+    for source in by_remainder[: size - sum(shares)]:
+        shares[source] += 1
+    return shares
+
+
+def is_too_light(weight: float, weights: Sequence[float]) -> bool:
+    """Whether a weight gives less than one sample of a block, so that its dataset may never be read."""
+    return BLOCK * Fraction(weight) < sum(map(Fraction, weights))
 
 
 def _builder_trouble(named: Named) -> str:
@@ -125,6 +136,14 @@ def _url_trouble(named: Named) -> str:
     if url.scheme in ("http", "https") and "*" in url.path:
         return "a web server cannot list files; name one file, or use a pattern with s3:// or hf://"
     return ""
+
+
+def _url(files: str) -> SplitResult:
+    """The parts of a URL; all are empty if it is none, such as one with an open bracket."""
+    try:
+        return urlsplit(files)
+    except ValueError:
+        return urlsplit("")
 
 
 def _slice_trouble(named: Named) -> str:

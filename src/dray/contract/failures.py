@@ -1,4 +1,4 @@
-"""An exception that nobody expected, as a finding: what the machine refused, or a defect of dray with its report."""
+"""Failures: an exception that nobody expected, as a finding, and which of the recorded failures is the cause."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+from collections.abc import Callable, Iterable
 
 from dray.contract import exit_codes, secrets
 from dray.contract.findings import DrayError
@@ -21,13 +22,20 @@ MENDED = frozenset({
     errno.ENOTCONN, errno.ECONNRESET, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT,
 })  # fmt: skip
 """Errors of a machine or a file server that last until somebody repairs it, or until it is back."""
+PEER_ENDED = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
+"""What gloo and NCCL print in a rank whose peer has ended."""
+UNNOTICED_S = 5.0
+"""The rank that failed first may be recorded so many seconds after the ranks that failed because of it."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and tokenizers, which are Rust, name it
 _SHOWN = 300
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def error(raised: BaseException, *, log: bool = False) -> DrayError:
-    """The finding for an exception. In a job's log the traceback is printed above it, since /tmp goes with the run."""
+def unexpected_error(raised: BaseException, *, log: bool = False) -> DrayError:
+    """The finding for an exception: what the machine refused, or a defect of dray with its report.
+
+    In a job's log the traceback is printed above it, since /tmp goes with the run.
+    """
     if isinstance(raised, DrayError):
         return raised
     text, where, number = _printable(raised), _place(raised), _errno(raised)
@@ -46,13 +54,26 @@ def error(raised: BaseException, *, log: bool = False) -> DrayError:
     return DrayError(os.strerror(number), where=where, found=text[:_SHOWN], fix=fix, code=code)
 
 
-def _printable(text: object) -> str:
-    return secrets.redacted(ascii(str(text))[1:-1])
-
-
 def is_machines(raised: BaseException) -> bool:
     """Whether the machine or a file server refused a valid request; also as Rust libraries report it."""
     return _errno(raised) in MENDED
+
+
+def follows_peer(lines: Iterable[str]) -> bool:
+    """Whether a rank's last lines say that another rank ended first."""
+    return any(sign in line for line in lines for sign in PEER_ENDED)
+
+
+def cause_order(time: float, first: float, is_follower: Callable[[], bool]) -> float:
+    """The sort key of a failure, for a node's runner and for the run's result; `first` is the time of the first one.
+
+    What tells of its own failure comes before a rank that tells only of another's end: that may be the quicker one.
+    """
+    return time + UNNOTICED_S * (time < first + UNNOTICED_S and is_follower())
+
+
+def _printable(text: object) -> str:
+    return secrets.redacted(ascii(str(text))[1:-1])
 
 
 def _errno(raised: BaseException) -> int | None:
