@@ -131,7 +131,7 @@ def _typed(value: Any, kind: Any, key: str) -> Any:  # noqa: ANN401  any JSON va
         return None if value is None else _typed(value, kind.__args__[0], key)
     origin = getattr(kind, "__origin__", kind)  # tuple, of tuple[str, ...]
     fields = getattr(kind, "_fields", ())
-    wanted = list if origin is tuple else dict if fields else origin
+    wanted: Any = list if origin is tuple else dict if fields else origin
     if type(value) is not wanted:
         raise TypeError(f"{key} is {value!r:.60}, not {wanted.__name__}")
     if origin is tuple:
