@@ -7,7 +7,9 @@ start took. Nothing of it is on a shared disk, and a write costs no system call.
 
 from __future__ import annotations
 
+import os
 import struct
+from collections.abc import Iterable
 
 VARIABLE = "DRAY_HEARTBEAT"
 """The variable with the path of the file, for the rank."""
@@ -38,6 +40,15 @@ def path(folder: str, rank: int | str) -> str:
 def socket(beat: str) -> str:
     """The socket beside a rank's heartbeat, on which its torch tells which collectives it is in."""
     return f"{beat}.socket"
+
+
+def clear(folder: str, ranks: Iterable[int]) -> None:
+    """Remove those of the start before: a supervisor that was killed has not written that its rank has ended."""
+    for rank in ranks:
+        beat = path(folder, rank)
+        for left in (beat, socket(beat)):
+            if os.path.lexists(left):
+                os.unlink(left)
 
 
 def ended(code: int) -> bytes:

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from dray.contract import exit_codes, failures, findings, run_folder, scratch
+from dray.contract import exit_codes, failures, findings, heartbeat, run_folder, scratch
 from dray.contract.findings import DrayError, Finding
 from dray.contract.node_start import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
@@ -164,16 +164,18 @@ class Runner:
         if cause and not links.stopped:
             failure_record.first_failure(self.plan)
         if cause and not self.plan.world.shared_folder:  # the record is on another machine
-            if hang and hang.begun:
-                hang.write_record(cause)
-            else:
+            if not hang or not hang.begun:
                 self.record(cause)
+            elif self.plan.me:  # the first node has written it, with the frames
+                hang.write_record(cause)
         return code
 
     def restart(self) -> bool:
         """Prepare the next start of all ranks, if the first node says so, once those before have ended."""
         links, plan = self.links, self.plan
-        if links.start is self.start and not links.may_restart():
+        if links.start is not self.start:  # before this node can fail by a cause of its own
+            failure_record.set_aside(plan, links.start.number)
+        elif not links.may_restart():
             return False
         evidence.require_image()
         if not self.supervised.sweep():  # with the store
@@ -182,10 +184,11 @@ class Runner:
             self.listener.close()
             self.listener = address.listen(plan.world)
             links.restart(self.listener.getsockname()[1])
+            failure_record.set_aside(plan, links.start.number)
         number, port, cause = links.start
         assert cause
         self.store = self.store[0], port
-        failure_record.set_aside(plan, number)
+        heartbeat.clear(plan.scratch, plan.ranks)  # `lead` has recorded what they show of the ranks before
         say(f"restart {number} of {plan.world.max_restarts}: {cause.problem}")
         return True
 
@@ -201,27 +204,30 @@ class Runner:
                 failure_record.put(f"{plan.folder}/{run_folder.SAVED}", "")
             if links.saved or not links.cause:
                 process_group.record(plan.folder, plan.world.size, self.store)
+        if links.stopped:  # ranks of a launcher that did not wait for them may still save
+            self.supervised.end(control.GRACE)
         if not self.supervised.sweep():
-            found = Finding(
-                f"processes of this node did not end within {children.SWEEP_S:.0f} s of SIGKILL",
-                wanted="no process of the run outlives the job",
-                fix="leave this node out (sbatch --exclude), and tell the administrators: a device or disk of it hangs",
+            say(
+                Finding(
+                    f"processes of this node did not end within {children.SWEEP_S:.0f} s of SIGKILL",
+                    wanted="no process of the run outlives the job",
+                    fix="leave this node out (sbatch --exclude), and tell the administrators: its device or disk hangs",
+                )
             )
-            say(found)
         links.close()
 
     def fail(self, error: DrayError) -> int:
         """Tell all nodes why the ranks were not started; return the exit code once all have ended."""
-        found = self.refuse(error)
-        self.links.can_restart = False
-        if not self.links.cause:
-            self.links.fail(found)
-        self.lead()
-        return found.code
+        found, links = self.refuse(error), self.links
+        links.can_restart = False
+        if not links.cause:
+            links.fail(found)
+        return self.lead() or found.code
 
     def refuse(self, error: DrayError) -> Finding:
         """Print why the ranks were not started, and record it unless another node does."""
-        print(error, file=sys.stderr)
+        with suppress(OSError):  # the disk of the log is full
+            print(error, file=sys.stderr)
         found = error.finding
         if not isinstance(error, StoppedError):
             found = found._replace(node=found.node or self.name)
@@ -266,9 +272,10 @@ class Runner:
         return found
 
     def record(self, found: Finding) -> None:
-        """Record why this node failed."""
-        folder = self.plan.folder
-        failure_record.write(folder, f"node-{self.number}", found, f"{folder}/{run_folder.node_log(self.number)}")
+        """Record why this node failed, unless an earlier failure of it is recorded: that is the cause."""
+        folder, name = self.plan.folder, f"node-{self.number}"
+        if not os.path.exists(f"{folder}/{run_folder.failure(name)}"):
+            failure_record.write(folder, name, found, f"{folder}/{run_folder.node_log(self.number)}")
 
 
 def remove_locks(folder: str, before: float) -> None:

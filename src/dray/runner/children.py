@@ -81,27 +81,30 @@ class Children(Loop):
         own = os.getpid()
         # A signal between fork and exec would be lost, or wake the parent by the pipe that both have.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-        child = os.fork()
-        if child == 0:
-            try:
-                _prctl(_PR_SET_PDEATHSIG, on_parent_death)
-                if os.getppid() != own:  # it was killed before this child asked for the signal
-                    os._exit(128 + on_parent_death)
-                if session:
-                    os.setsid()
-                if output is not None:
-                    os.dup2(output, 1)
-                    os.dup2(output, 2)
-                for number in STOPS:
-                    signal.signal(number, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-                os.execvpe(argv[0], argv, os.environ if env is None else env)
-            except OSError as error:
-                os.write(report, str(error.errno).encode())
-            finally:
-                os._exit(127)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-        os.close(report)
+        try:
+            child = os.fork()
+            if child == 0:
+                try:
+                    _prctl(_PR_SET_PDEATHSIG, on_parent_death)
+                    if os.getppid() != own:  # it was killed before this child asked for the signal
+                        os._exit(128 + on_parent_death)
+                    if session:
+                        os.setsid()
+                    if output is not None:
+                        os.dup2(output, 1)
+                        os.dup2(output, 2)
+                    # Python ignores the last two, and a shell could not undo that.
+                    for number in (*STOPS, signal.SIGPIPE, signal.SIGXFSZ):
+                        signal.signal(number, signal.SIG_DFL)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+                    os.execvpe(argv[0], argv, os.environ if env is None else env)
+                except OSError as error:
+                    os.write(report, str(error.errno).encode())
+                finally:
+                    os._exit(127)
+        finally:  # also where no more processes are allowed
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+            os.close(report)
         with open(failed, "rb") as answer:
             reason = answer.read()
         if reason:
@@ -128,7 +131,10 @@ class Children(Loop):
                 self._ask(below(process))
             elif process not in self._asked:
                 self._asked.add(process)
-                os.kill(process, signal.SIGUSR1)
+                try:  # noqa: SIM105  the import of contextlib would cost a rank's supervisor more
+                    os.kill(process, signal.SIGUSR1)
+                except ProcessLookupError:  # it has just ended, and its own parent has noticed
+                    pass
 
     def end(self, grace: float) -> None:
         """Ask all children to end; `wait` kills those that have not ended after this many seconds."""

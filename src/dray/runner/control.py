@@ -32,7 +32,7 @@ from dray.runner.protocol import (
 )
 from dray.runner.start_timings import StartTimings
 
-_GRACE = 10.0  # seconds from asking the launcher to end to killing it
+GRACE = 10.0  # seconds from asking the launcher to end to killing it
 _HUNG_GRACE = 2.0  # its ranks have ended by then
 _LOOK_S, _COLLECTING_S = 1.0, 0.1
 _PART_S = 5.0  # from the last word to the close, for an end that does not read
@@ -102,8 +102,8 @@ class Control:
                     self._failed(explain(code))
             if not idle and not self._children.running and not self._hangs:
                 idle = True
-                if self.stopped:  # ranks of a launcher that did not wait for them may still save
-                    self._children.end(_GRACE)
+                if self.stopped:  # as in Runner.leave, but before the others hear of it
+                    self._children.end(GRACE)
                 self.can_restart = self._children.sweep() and self.can_restart
                 self._tell_all(Idle(self.can_restart, self.cause if self.saved else None))
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
@@ -138,8 +138,7 @@ class Control:
             self._children.end(_HUNG_GRACE)
 
     def _tell_times(self, *, last: bool) -> None:
-        parts = {} if self.start.number else self._timings.look(last=last)  # no restart is part of them
-        if parts:
+        if not self.start.number and (parts := self._timings.look(last=last)):  # no restart is part of them
             self._tell_all(StartTimes(parts))
 
     def ask(self) -> None:
@@ -171,7 +170,7 @@ class Control:
             return
         self.stopped, self._stops_now, self.can_restart = True, now, False
         if now:
-            self._children.end(_GRACE)
+            self._children.end(GRACE)
         else:
             self._children.tell(number)
         self._tell_all(Signal(number))
@@ -193,7 +192,7 @@ class Control:
         """End the ranks of all nodes, unless they end already: they would wait for others for ever."""
         if not self._ending:
             say(f"this node's ranks are stopped: {finding}")
-            self._children.end(_GRACE)
+            self._children.end(GRACE)
             self.fail(finding)
 
     def report_preflight(self, reports: tuple[Report, ...]) -> None:
@@ -246,7 +245,7 @@ class Control:
             case Restart():
                 self._begin(message)
             case Ended():
-                self._forget(node)
+                self._close(node)
             case Idle(can_restart, saved):
                 self.can_restart = self.can_restart and can_restart
                 self._idle.add(node)
@@ -261,9 +260,9 @@ class Control:
                 self.cause = self.cause or self.hang.begun
 
     def _lost(self, node: int, why: str) -> None:
-        self._forget(node)
+        self._close(node)
         if self.stopped:  # without that node's ranks none can save; after KillWait Slurm kills the batch script as well
-            self._children.end(_GRACE)
+            self._children.end(GRACE)
             return
         name = self._plan.names[node]
         finding = Finding(
@@ -279,12 +278,9 @@ class Control:
         if not self.cause:
             self.end(finding)
 
-    def _forget(self, node: int) -> None:
-        if node == 0:  # it ends last, unless its image is gone: no rank of this node can go on, or save, without it
-            self._children.end(_GRACE)
-        self._close(node)
-
     def _close(self, node: int) -> None:
+        if node == 0:  # it ends last, unless its image is gone: no rank of this node can go on, or save, without it
+            self._children.end(GRACE)
         connection = self._open.pop(node)
         self._children.forget(connection.line.fileno())
         connection.line.close()

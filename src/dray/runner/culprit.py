@@ -24,6 +24,7 @@ class Entered(NamedTuple):
     name: str
     waits: bool = False
     """Whether the collective has not ended."""
+    backend: str = ""
 
 
 class Seen(NamedTuple):
@@ -65,7 +66,7 @@ class Seen(NamedTuple):
 def culprit(seen: list[Seen]) -> tuple[Seen | None, str]:
     """The rank that holds up the others, and how it differs; None if no rank differs."""
     for difference, ranks in _differences(seen):
-        if 0 < len(ranks) < len(seen):
+        if 0 < len(ranks) < max(2, len(seen)):  # a rank without others holds up itself
             return ranks[0], _sentence(difference, ranks[0], seen)
     return None, _sentence("no rank differs from the others", seen[0], seen)
 
@@ -85,9 +86,12 @@ def _differences(seen: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
 
 
 def _by_flight(seen: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
-    """The ranks that have not entered a collective in which others of its group wait, or have entered another."""
+    """The ranks that have not entered a collective in which others of its group wait, or have entered another.
+
+    A group may have two backends, such as nccl and gloo, and each of them numbers its own collectives.
+    """
     flights = [(rank, entry) for rank in seen for entry in rank.flight]
-    for group, entered in grouped(flights, lambda flight: flight[1].group).items():
+    for (group, _), entered in grouped(flights, lambda flight: (flight[1].group, flight[1].backend)).items():
         kinds = grouped(entered, lambda flight: (flight[1].number, flight[1].name))
         number, name = min(reversed(kinds), key=lambda kind: (kind[0], len(kinds[kind])))
         waiting = [entry for _, entry in entered if entry.waits and (entry.number, entry.name) != (number, name)]

@@ -43,10 +43,9 @@ def first_failure(plan: Plan) -> dict[str, Any] | None:
             time.sleep(0.02)
         if program and not processes.began(program):
             found = Finding("killed by SIGKILL, or its supervisor was", code=137, node=plan.name, rank=rank)
-            log = f"{plan.folder}/{run_folder.rank_log(rank)}"
-            write(plan.folder, f"rank-{rank}", found, log, time=seen)
-        with suppress(FileNotFoundError), open(path, "rb") as file:
-            records.append(json.load(file))
+            write(plan.folder, f"rank-{rank}", found, f"{plan.folder}/{run_folder.rank_log(rank)}", time=seen)
+        with suppress(OSError, ValueError):  # there is none, or a full disk has cut it short
+            records.append(json.loads(files.read(path)))
     first = min((record["time"] for record in records), default=0.0)
 
     def order(record: Mapping[str, Any]) -> float:

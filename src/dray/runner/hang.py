@@ -128,5 +128,5 @@ class Hang:
 
     def write_record(self, finding: Finding, frames: tuple[str, ...] = ()) -> None:
         """Write failures/hang.json."""
-        more = {"why": finding.problem, "last_lines": [*frames], "time": self.since}
-        failure_record.write(self._plan.folder, "hang", finding, finding.where, **more)
+        folder, why = self._plan.folder, finding.problem
+        failure_record.write(folder, "hang", finding, finding.where, why=why, last_lines=[*frames], time=self.since)

@@ -54,11 +54,6 @@ class Heartbeats:
         self._size = size
         self._seen: dict[int, tuple[tuple[object, ...], float]] = {}
         self._looked = 0.0
-        for rank in plan.ranks:  # those of the start before
-            path = heartbeat.path(plan.scratch, rank)
-            for left in (path, heartbeat.socket(path)):
-                with suppress(FileNotFoundError):
-                    os.unlink(left)
 
     def look(self, now: float) -> Late | None:
         """The rank that is late the longest, if any is."""

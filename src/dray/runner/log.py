@@ -2,5 +2,8 @@
 
 
 def say(text: object) -> None:
-    """Print a line for who reads the log."""
-    print(f"dray: {text}", flush=True)
+    """Print a line for who reads the log. A disk that is full, or a reader that is gone, must not end the run."""
+    try:  # noqa: SIM105  as in children
+        print(f"dray: {text}", flush=True)
+    except OSError:
+        pass

@@ -1,13 +1,13 @@
 """The plan, typed: what the runner reads of plan.json. The plan was validated when it was made.
 
-Named tuples, since the import of dataclasses would add a fifth to the runner's start.
+Named tuples, since the import of dataclasses would add a fifth to the runner's start. Their annotations are no strings
+here: the reader checks each value by them.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any, NamedTuple
 
 from dray.contract import files
@@ -110,34 +110,34 @@ class Plan(NamedTuple):
         return range(self.me * each, (self.me + 1) * each)
 
 
-_KINDS: dict[str, Any] = {
-    "plan": Plan, "world": World, "nodes": Node, "identity": Identity, "env": Variable, "preflight": Preflight,
-    "recipe": Recipe,
-}  # fmt: skip
-
-
 def read(path: str) -> Plan:
     """The plan in this file."""
     values = files.parse_json(files.text(path, "the plan", own=True), "the plan", path)
     try:
         return of(values)
-    except (KeyError, TypeError) as error:
-        raise ConfigError("the plan is damaged", where=path, found=repr(error), fix="submit the run again") from error
+    except TypeError as error:
+        raise ConfigError("the plan is damaged", where=path, found=error, fix="submit the run again") from error
 
 
 def of(values: dict[str, Any]) -> Plan:
-    """The plan of these values. KeyError, TypeError: they are none."""
-    plan: Plan = _typed({**values, "me": 0, "digest": _digest(values)}, "plan")
-    return plan
+    """The plan of these values; a missing key counts as null. TypeError: they are none."""
+    plan: Plan = _typed({**values, "me": 0, "digest": ""}, Plan, "plan")
+    return plan._replace(digest=_digest(values))
 
 
-def _typed(value: Any, key: str) -> Any:  # noqa: ANN401  any JSON value
-    """The value of this key: a table as its class, a list as a tuple."""
-    if isinstance(value, list):
-        return tuple(_typed(part, key) for part in value)
-    if isinstance(value, dict) and key in _KINDS:
-        kind = _KINDS[key]
-        return kind(**{field: _typed(value[field], field) for field in kind._fields})
+def _typed(value: Any, kind: Any, key: str) -> Any:  # noqa: ANN401  any JSON value
+    """The value of this key, which must be of this kind: an object as a named tuple, a list as a tuple."""
+    if isinstance(kind, UnionType):
+        return None if value is None else _typed(value, kind.__args__[0], key)
+    origin = getattr(kind, "__origin__", kind)  # tuple, of tuple[str, ...]
+    fields = getattr(kind, "_fields", ())
+    wanted: Any = list if origin is tuple else dict if fields else origin
+    if type(value) is not wanted:
+        raise TypeError(f"{key} is {value!r:.60}, not {wanted.__name__}")
+    if origin is tuple:
+        return tuple(_typed(part, kind.__args__[0], key) for part in value)
+    if fields:
+        return kind(*(_typed(value.get(name), kind.__annotations__[name], f"{key}.{name}") for name in fields))
     return value
 
 

@@ -200,6 +200,7 @@ class Preflight:
             if signals:  # the run is stopped from outside, and that is no finding of this node's
                 links.heard(signal.SIGTERM)
             if links.cause or links.stopped:  # ranks that have ended since then were killed for it
+                links.can_restart = False  # a restart has no preflight, and this one has not passed
                 return
             ends = [rank.end(ended.get(rank.report.rank)) for rank in self.ranks]
             passed = {*ends} == {"passed"}

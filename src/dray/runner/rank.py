@@ -102,12 +102,12 @@ def _bind() -> None:
 
 def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) -> None:
     now, name = time.time(), f"rank-{rank}"
-    number = int(rank) if rank.isdigit() else None
+    number = int(rank) if rank.isdecimal() else None
     try:
         from dray.contract.findings import Finding  # only a rank that died pays for these  # noqa: PLC0415
         from dray.runner import failure_record  # noqa: PLC0415
     except Exception as error:  # the image's mount has gone away under the rank, with all that is not loaded
-        known = f'"time": {now}, "node": {quoted(node)}, "rank": {rank}, "code": {code}'
+        known = f'"time": {now}, "node": {quoted(node)}, "rank": {"null" if number is None else number}, "code": {code}'
         why = quoted(f"{why}; the image is gone: {error}")
         target = f"{folder}/{run_folder.failure(name)}"
         try:

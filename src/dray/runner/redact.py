@@ -74,9 +74,8 @@ class Filter:
         return bool(new)
 
     def finish(self) -> None:
-        """Write the rest once the child has ended; its own children may keep the pipe open, without being awaited."""
-        while self.pass_on():
-            pass
+        """Write the rest once the child has ended; its own children may keep the pipe open, and write for ever."""
+        self.pass_on()
         self._write(self._held)
         self._held = b""
 

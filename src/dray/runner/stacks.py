@@ -72,13 +72,14 @@ def frames(stacks: str) -> tuple[str, ...]:
 
 
 def entered_last(entries: list[dict[str, Any]]) -> list[Entered]:
-    """The last collective that the rank entered in each process group of a Flight Recorder's trace."""
-    last: dict[str, Entered] = {}
+    """The last collective that the rank entered in each process group of a Flight Recorder's trace, by each backend."""
+    last: dict[tuple[str, str], Entered] = {}
     for entry in entries:
         if not entry.get("is_p2p"):
             group = entry["process_group"][0]
-            name = entry["profiling_name"].rpartition(":")[2]
-            last[group] = Entered(group, entry["collective_seq_id"], name, waits=entry.get("retired") is False)
+            backend, _, name = entry["profiling_name"].rpartition(":")
+            waits = entry.get("retired") is False
+            last[group, backend] = Entered(group, entry["collective_seq_id"], name, waits, backend)
     return list(last.values())
 
 

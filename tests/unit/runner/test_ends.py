@@ -95,6 +95,25 @@ def test_a_signal_to_one_node_during_the_preflight_ends_all(
     assert not (tmp_path / "failures").exists()
 
 
+@pytest.mark.seconds
+def test_ranks_that_outlive_a_launcher_may_save_on_the_first_node_too(
+    plan: dict[str, Any],  # noqa: F811
+    start: Start,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Where the launcher ends at once when the run is stopped."""
+    saves = "trap 'sleep 1; touch saved; exit 0' TERM; echo $$ >daemon-0; touch up-0; while :; do sleep 0.05; done"
+    (tmp_path / "rank").write_text(saves)
+    plan["world"] |= {"nodes": plan["world"]["nodes"][:1], "ranks_per_node": 1, "size": 1}
+    plan["launcher"] = ["sh", "-c", f"cd {tmp_path}; setsid sh rank & exec sleep 600"]
+    node = start(0, 1, "node1")
+    until((tmp_path / "up-0").exists)
+    node.send_signal(signal.SIGTERM)
+    ended(node)
+    assert (tmp_path / "saved").exists()
+    assert alive(tmp_path) == []
+
+
 @pytest.mark.slow
 def test_a_run_that_is_stopped_now_ends_within_the_grace(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
     ranks(plan, "trap '' TERM; while :; do sleep 0.05; done")

@@ -366,6 +366,7 @@ def ranks(*given: dict[str, Any]) -> list[Seen]:
 
 WAITS = {"frames": (GATHER, WRAPPER, "main (/y/train.py:9)"), "step": 5}
 AT = f"in {GATHER}, called by main (/y/train.py:9)"
+NCCL, GLOO = Entered("0", 9, "all_reduce", waits=True, backend="nccl"), Entered("0", 3, "barrier", backend="gloo")
 ODD = {
     "a stack in no collective": (
         [WAITS, {"frames": ("read (/y/data.py:3)", "main (/y/train.py:8)"), "step": 5}, WAITS],
@@ -420,6 +421,22 @@ ODD = {
         None,
         f"no rank differs from the others: at step 5, {AT}; waiting in all_reduce: 2 ranks",
     ),
+    "each backend of a group numbers its own collectives": (
+        [
+            {**WAITS, "flight": (GLOO, NCCL)},
+            {**WAITS, "flight": (GLOO._replace(number=2), NCCL)},
+            {**WAITS, "flight": (GLOO, NCCL._replace(number=8, waits=False))},
+        ],
+        2,
+        "has last entered all_reduce, collective 8 of group 0, and others all_reduce, collective 9: at step 5, "
+        f"{AT}; waiting in all_reduce: 3 ranks",
+    ),
+    "one rank without others": (
+        [{"frames": ("read (/y/data.py:3)",), "step": 5}],
+        0,
+        "waits in no collective: at step 5, in read (/y/data.py:3)",
+    ),
+    "one rank that is stopped": ([{"state": "stopped", "step": 5}], 0, "is stopped (SIGSTOP): at step 5"),
     "a node that does not answer": (
         [WAITS, {"state": "unseen"}, {"state": "unseen"}],
         1,
@@ -443,6 +460,18 @@ def test_the_odd_rank(case: str) -> None:
     given, rank, what = ODD[case]
     found, why = culprit(ranks(*given))
     assert (found.rank if found else None, why) == (rank, what)
+
+
+def test_the_last_collective_of_each_backend_is_kept() -> None:
+    """In a group of `cpu:gloo,cuda:nccl` both have its name."""
+    entries = [
+        {"process_group": ["0", "default_pg"], "collective_seq_id": number, "profiling_name": name, "retired": False}
+        for number, name in ((8, "nccl:all_reduce"), (2, "gloo:barrier"), (9, "nccl:all_gather"))
+    ]
+    assert stacks.entered_last(entries) == [
+        Entered("0", 9, "all_gather", waits=True, backend="nccl"),
+        Entered("0", 2, "barrier", waits=True, backend="gloo"),
+    ]
 
 
 # What is set.

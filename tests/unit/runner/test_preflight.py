@@ -309,13 +309,16 @@ def test_a_runner_that_says_nothing_is_named(begin: Begin, tmp_path: Path, silen
 
 @pytest.mark.seconds
 def test_a_launch_that_fails_elsewhere_is_no_failed_preflight(plan: dict[str, Any], begin: Begin) -> None:
-    """The first node still waits for its ranks, or for reports, when others launch."""
+    """The first node still waits for its ranks, or for reports, when others launch. No restart may follow: it has no
+    preflight, and this one has not ended."""
+    plan["world"]["max_restarts"] = 1
     nodes = begin(
         *suite("time.sleep(4 * (rank.number == 0))"), launcher=["sh", "-c", "exit $((5 * $0))", "{node_rank}"]
     )
     (first, shown), (second, _) = all_ended(nodes)
     assert (first, second) == (5, 5), shown
     assert "dray: this node's ranks are stopped: the launcher ended: exit code 5" in shown
+    assert "restart 1 of 1" not in shown
 
 
 IMPORTS = """

@@ -91,6 +91,20 @@ def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_writes_for_ever_is_not_waited_for() -> None:
+    """A process that the child has left behind."""
+    code = (
+        "import os, subprocess\n"
+        "from dray.runner import redact\n"
+        "between = redact.Filter({'12345678': 'A'})\n"
+        "with subprocess.Popen(['yes'], stdout=between.writer) as left:\n"
+        "    os.set_blocking(between.reader, True)\n"
+        "    between.finish()\n"
+        "    left.kill()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env=PYTHON, stdout=subprocess.DEVNULL, check=True, timeout=60)
+
+
 @pytest.fixture
 def node(plan: dict[str, Any], tmp_path: Path):
     """Run a launcher on the one node of a plan: the runner's exit code, the node's log and its record."""

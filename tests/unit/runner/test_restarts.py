@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dray.contract import heartbeat
 from dray.contract.findings import RetryError
 from dray.runner import evidence, failure_record
 from dray.runner.__main__ import remove_locks
@@ -99,6 +100,64 @@ def test_a_supervisor_that_is_killed_has_recorded_nothing_and_its_rank_is_named(
     assert (record["node"], record["rank"], record["code"]) == ("node2", 3, 137)
     assert record["why"] == "killed by SIGKILL, or its supervisor was"
     assert "dray: restart 1 of 2: rank 3 on node2: killed by SIGKILL, or its supervisor" in said
+
+
+@pytest.mark.seconds
+def test_a_supervisor_that_is_killed_while_others_fail_has_its_record(plan: dict[str, Any], start: Start) -> None:
+    """As by the kernel, for lack of memory; the first node calls to the next start before the record is written."""
+    killed = "trap 'kill -9 $PPID' TERM; while :; do sleep 0.05; done"
+    ranks(plan, dies="0 0", before=f'[ "$RANK $again" != "3 0" ] || {{ {killed}; }}')
+    (first, text), (second, _) = both(start)
+    assert (first, second) == (0, 0), text
+    assert (failures(plan)["restart-1/rank-0.json"], failures(plan)["restart-1/rank-3.json"]) == (9, 137)
+
+
+GONE = """
+import sys
+if 'dray.runner' in sys.orig_argv:
+    from dray.contract.findings import RetryError
+    from dray.runner import evidence
+    def gone():
+        raise RetryError('the image is gone', fix='submit again')
+    evidence.require_image = gone
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("node", "code", "records"),
+    [
+        (0, 9, {"node-0.json": 9}),  # what would have led to a restart stays the cause
+        (1, 75, {"restart-1/node-1.json": 9, "node-1.json": 75}),
+    ],
+)
+def test_a_node_that_fails_between_two_starts_keeps_its_own_cause(
+    plan: dict[str, Any], start: Start, tmp_path: Path, node: int, code: int, records: dict[str, int]
+) -> None:
+    """Of machines that share no folder, each records the cause of the others' end too."""
+    plan["world"] |= {"port": free_port(), "shared_folder": False}
+    ranks(plan, dies="0 0", well=9)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(GONE)
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])}
+    nodes = [start(number, 2, f"node{number + 1}", **(path if number == node else {})) for number in range(2)]
+    codes, texts = zip(*map(ended, nodes), strict=True)
+    assert codes == (code, code), texts
+    found = failures(plan)
+    assert {name: found[name] for name in found if name.endswith(f"node-{node}.json")} == records
+    if node:
+        why = json.loads(Path(plan["folder"], "failures", "node-1.json").read_text())["why"]
+        assert why == "the image is gone\n  fix:    submit again"
+
+
+def test_the_heartbeats_of_the_ranks_before_are_removed(tmp_path: Path) -> None:
+    """Where a supervisor was killed, a rank that was never started again would be taken for one that was."""
+    beat = heartbeat.path(str(tmp_path), 1)
+    for left in (beat, heartbeat.socket(beat)):
+        Path(left).touch()
+    (tmp_path / "beat-2").touch()
+    heartbeat.clear(str(tmp_path), [0, 1])
+    assert [path.name for path in tmp_path.iterdir()] == ["beat-2"]
 
 
 def kill_store(plan: dict[str, Any], first: Any) -> None:

@@ -13,16 +13,18 @@ import time
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dray.contract.findings import UnfitError
+from dray.contract.findings import ConfigError, Finding, UnfitError
 from dray.contract.ranges import parse, render
 from dray.runner import __main__ as runner
-from dray.runner import address, cores, evidence
+from dray.runner import address, cores, evidence, failure_record
 from dray.runner import rank as rank_module
-from dray.runner.protocol import Hello
+from dray.runner.plan import read
+from dray.runner.protocol import Hello, Restart
 from dray.runner.rendezvous import why_refused
 from helpers import PYTHON
 from nodes import UNBOUND, Start, decoded, ended, free_port, loopback, planned, rendezvous
@@ -248,6 +250,35 @@ def test_a_child_ends_if_its_parent_is_killed_before_it_can_notice(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    "lines",
+    [
+        # No more processes are allowed: later signals must arrive all the same.
+        "def fork():\n    raise BlockingIOError\n"
+        "os.fork = fork\n"
+        "try:\n    started.start(['true'])\nexcept BlockingIOError:\n    pass\n"
+        "assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())",
+        # It ends just before it is asked to save, and its own parent has reaped it.
+        "children.handles = lambda *_: True\nstarted._ask([2**22 + 1])",
+    ],
+)
+def test_a_supervisor_goes_on(lines: str) -> None:
+    script = f"import os, signal\nfrom dray.runner import children\nstarted = children.Children()\n{lines}"
+    subprocess.run([sys.executable, "-c", script], env=PYTHON, check=True)
+
+
+def test_a_full_disk_does_not_end_what_writes_a_line() -> None:
+    """The node's log may be on it."""
+    script = (
+        "import os\n"
+        "from dray.runner.log import say\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+        "say('a line')\n"
+        "os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", script], env=PYTHON, check=True)
+
+
+@pytest.mark.parametrize(
     ("soft", "hard", "raised"),
     [
         (1024, 4096, (4096, 4096)),
@@ -261,6 +292,69 @@ def test_how_many_files_ranks_may_open(monkeypatch: pytest.MonkeyPatch, soft: in
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
     runner.allow_files()
     assert limits[-1] == raised
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "found"),
+    [
+        ((), [1], "'list' object is not a mapping"),
+        (("attempt",), "1", "plan.attempt is '1', not int"),
+        (("command",), None, "plan.command is None, not list"),
+        (("command",), ["true", 5], "plan.command is 5, not str"),
+        (("env",), [["A", "b"]], "plan.env is ['A', 'b'], not dict"),
+        (("preflight",), {"timeout_s": 1.5}, "plan.preflight.timeout_s is 1.5, not int"),
+        (("recipe",), None, "plan.recipe is None, not dict"),
+        (("recipe", "train"), [], "plan.recipe.train is [], not dict"),
+        (("recipe", "hang_timeout_s"), float("nan"), "plan.recipe.hang_timeout_s is nan, not int"),
+        (("world", "port"), "x" * 99, f"plan.world.port is '{'x' * 59}, not int"),
+        (("world", "size"), True, "plan.world.size is True, not int"),
+        (("world", "nodes"), {}, "plan.world.nodes is {}, not list"),
+        (("world", "nodes", 1, "name"), 2, "plan.world.nodes.name is 2, not str"),
+        (("world", "identity", "cpus"), None, "plan.world.identity.cpus is None, not str"),
+        (("world", "shared_folder"), 1, "plan.world.shared_folder is 1, not bool"),
+    ],
+)
+def test_a_plan_with_a_value_of_another_kind_is_refused(
+    plan: dict[str, Any], tmp_path: Path, place: tuple[Any, ...], value: object, found: str
+) -> None:
+    whole: Any = [plan]
+    part, key = whole, 0
+    for name in place:
+        part, key = part[key], name
+    part[key] = value
+    (tmp_path / "plan.json").write_text(json.dumps(whole[0]))
+    with pytest.raises(ConfigError, match="the plan is damaged") as refused:
+        read(str(tmp_path / "plan.json"))
+    assert (refused.value.finding.found, refused.value.finding.where) == (found, f"{tmp_path}/plan.json")
+
+
+def test_the_first_record_of_a_node_is_kept(
+    plan: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its exit code and its fix: what fails later may follow from it."""
+    monkeypatch.setenv("DRAY_NODE", "0")
+    this = runner.Runner(decoded(plan))
+    this.record(Finding("the store has ended", fix="start the run again", code=75, node="node1"))
+    this.record(Finding("the launcher ended: exit code 9", code=9, node="node1"))
+    record = json.loads((tmp_path / "failures" / "node-0.json").read_text())
+    assert (record["code"], record["why"]) == (75, "the store has ended\n  fix:    start the run again")
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_hang_is_recorded_once_on_each_machine(plan: dict[str, Any], me: int) -> None:
+    """The first node has recorded it with the frames of the rank, which others do not know."""
+    plan["world"]["shared_folder"] = False
+    this, cause, records = runner.Runner(decoded(plan, me)), Finding("hang", code=75), list[Finding]()
+    this.start = Restart()
+    hang = SimpleNamespace(begun=cause, write_record=records.append)
+    this.links = SimpleNamespace(hang=hang, lead=lambda _: 75, cause=cause, start=this.start, stopped=True)
+    assert (this.lead(), records) == (75, [cause] * me)
+
+
+def test_a_record_that_a_full_disk_has_cut_short_is_none(plan: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "failures").mkdir()
+    (tmp_path / "failures" / "rank-0.json").write_text('{"time": 1.0, "no')
+    assert failure_record.first_failure(decoded(plan)) is None
 
 
 def test_a_launcher_that_fails_is_recorded_where_no_rank_is(plan, start: Start, tmp_path: Path) -> None:
@@ -630,6 +724,26 @@ def test_a_rank_that_is_killed_is_recorded_with_the_signal(tmp_path: Path) -> No
     with kept(tmp_path, "sh", "-c", "kill -9 $$") as rank:
         assert rank.wait(10) == 137
     assert (record_of(tmp_path)["code"], record_of(tmp_path)["why"]) == (137, "killed by SIGKILL")
+
+
+@pytest.mark.parametrize(("rank", "number"), [("unknown", None), ("01", 1), ("²", None)])
+def test_a_record_without_the_image_is_valid_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, number: int | None
+) -> None:
+    """Also of a rank without a number, where the launcher has set none."""
+    monkeypatch.delattr("dray.runner.failure_record")
+    monkeypatch.setitem(sys.modules, "dray.runner.failure_record", None)
+    rank_module._record(str(tmp_path), "node1", rank, "log", 78, "no RANK")
+    record = json.loads((tmp_path / "failures" / f"rank-{rank}.json").read_text())
+    assert (record["rank"], record["code"], record["why"].partition(";")[0]) == (number, 78, "no RANK")
+
+
+def test_a_rank_handles_a_closed_pipe_as_its_shell_does(tmp_path: Path) -> None:
+    """Python ignores SIGPIPE and SIGXFSZ, and a shell that inherits this cannot undo it: `yes | head` complains."""
+    with kept(tmp_path, "grep", "SigIgn", "/proc/self/status") as rank:
+        assert rank.wait(10) == 0
+    ignored = int((tmp_path / "logs" / "rank-1.log").read_text().split()[1], 16)
+    assert [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored >> (number - 1) & 1] == []
 
 
 def test_a_rank_that_the_launcher_stops_is_not_the_cause(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import socket
+import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,22 @@ def test_how_many_have_joined(
     process_group.record(str(tmp_path), 3, ("127.0.0.1", store.port))
     file = tmp_path / "process_group.json"
     assert (json.loads(file.read_text())["largest"] if file.exists() else None) == largest
+
+
+def test_what_has_the_port_of_a_dead_store_is_not_believed(tmp_path: Path) -> None:
+    """It may tell any length."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as line:
+                line.sendall(b"\0\1\1\1" + struct.pack("=Q", 1 << 63) + b"x" * 20)
+                line.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        process_group.record(str(tmp_path), 3, server.getsockname())
+        thread.join()
+    assert not (tmp_path / "process_group.json").exists()
 
 
 def test_nobody_can_tell_without_a_store(tmp_path: Path) -> None:
