@@ -42,7 +42,8 @@ _STAGES = (
 """What happens before the first line of metrics, by the newest of these files."""
 
 _LEASE = f"{run_folder.CHECKPOINTS}/lease.json"  # which the trainer touches
-_LAST_WORDS = (run_folder.PLAN, run_folder.METRICS, run_folder.STOP, *stop_reason.LOGS)
+# Of an attempt, the files that tell how it ended if it was killed.
+_END_FILES = (run_folder.PLAN, run_folder.METRICS, run_folder.STOP, *stop_reason.LOGS)
 _SLOW = 4  # the last reports of slow ranks
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _NOT_SHOWN = Field(exclude=True)
@@ -209,8 +210,8 @@ def _by_summary(folder: Path, slurm: Slurm) -> State | None:
 
 
 def _settled(run: str, attempt: int, job: str | None, at: float) -> bool:
-    """Whether the files that tell how a killed attempt ended were complete at this time."""
-    names = [_LEASE, f"job-{job}.log", *(f"{run_folder.attempt(attempt)}/{name}" for name in _LAST_WORDS)]
+    """Whether the files of a killed attempt were complete at this time: none of them changed shortly before or since."""
+    names = [_LEASE, f"job-{job}.log", *(f"{run_folder.attempt(attempt)}/{name}" for name in _END_FILES)]
     return all((written(f"{run}/{name}") or 0.0) < at - FRESH_S for name in names)
 
 
