@@ -131,5 +131,6 @@ def _ending(state: State) -> str:
     if state.paths is None:
         return f"the run never started\nrun folder: {state.path}"
     result = result_of(state.paths)
-    left_none = f"it left no result; dray why {shlex.quote(str(state.path))} shows more"
-    return summary(result, state.paths) if result else left_none
+    if result:
+        return summary(result, state.paths)
+    return f"it left no result; dray why {shlex.quote(str(state.path))} shows more"

@@ -210,7 +210,7 @@ def _by_summary(folder: Path, slurm: Slurm) -> State | None:
 
 
 def _settled(run: str, attempt: int, job: str | None, at: float) -> bool:
-    """Whether the files of a killed attempt were complete at this time: none of them changed shortly before or since."""
+    """Whether the files of a killed attempt were complete at this time: none changed shortly before it, or since."""
     names = [_LEASE, f"job-{job}.log", *(f"{run_folder.attempt(attempt)}/{name}" for name in _END_FILES)]
     return all((written(f"{run}/{name}") or 0.0) < at - FRESH_S for name in names)
 

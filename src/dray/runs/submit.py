@@ -225,8 +225,10 @@ def enqueue(
             raise
         if not process.which(argv[0]):
             refused.amend(fix="submit on a login node of the cluster; without Slurm use dray run or make cluster")
+        by_sbatch = refused.finding.where == " ".join(argv)
         refused = sbatch_errors.explained(refused, argv)
-        refused.amend(where=sbatch_errors.command(argv))
+        if by_sbatch:  # and not by what is wrong with the run folder
+            refused.amend(where=sbatch_errors.command(argv))
         raise refused from None
     found = []
     for run, task in runs.items():

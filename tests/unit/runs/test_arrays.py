@@ -214,6 +214,13 @@ def test_a_refusal_shows_the_whole_command_to_type_again(
         assert refused.value.finding.found.startswith("--partition=g\n")
 
 
+def test_what_is_wrong_before_sbatch_keeps_its_own_place(queue: Queue) -> None:
+    (queue.folder / "file").touch()
+    with pytest.raises(ConfigError, match="the run folder cannot be created") as refused:
+        submit.submit(["sbatch", "multinode.sh"], queue.folder / "file" / "mine", "none", queue.folder)
+    assert refused.value.finding.where == str(queue.folder / "file")
+
+
 def test_a_job_that_has_begun_keeps_its_folder(queue: Queue) -> None:
     """Such as that of a wrapper which waits for the job's end, and ends with its code."""
     run = queue.runs / "mine"

@@ -217,8 +217,7 @@ def _step_times(run: Run) -> Iterator[Item]:
     rows = []
     for name, times in {"all nodes": trace.values("step_s"), **trace.nodes}.items():
         if ordered := sorted(times):
-            high = ordered[int(len(ordered) * 0.95)]
-            rows.append((name, statistics.median(ordered), ordered[0], high, ordered[-1]))
+            rows.append((name, statistics.median(ordered), ordered[0], ordered[int(len(ordered) * 0.95)], ordered[-1]))
     rows.sort(key=itemgetter(1), reverse=True)
     head = ("node", "median", "minimum", "95 %", "maximum")
     yield Table(f"{run.prefix}Step time", head, [(name, *map(seconds, times)) for name, *times in rows])
@@ -240,8 +239,10 @@ def _profile(run: Run) -> Iterator[Item]:
         (str(row.get("name"))[:120], figure(number(row, "calls")), figure(number(row, "ms"), 3),
          f"{number(row, 'share') or 0:.1%}") for row in profile["rows"]
     ])  # fmt: skip
-    total = figure(number(profile, "total_ms"), 2)
-    yield Text(f"Rank 0 alone. All {kind} took {total} ms. Trace, for ui.perfetto.dev: {profile['trace']}")
+    yield Text(
+        f"Rank 0 alone. All {kind} took {figure(number(profile, 'total_ms'), 2)} ms. "
+        f"Trace, for ui.perfetto.dev: {profile['trace']}"
+    )
 
 
 def _attempts(run: Run) -> Iterator[Item]:
