@@ -41,8 +41,7 @@ def test_sizes_have_the_limits_and_the_defaults_of_a_recipe(verb: str) -> None:
     for name, key in (("nodes", "nodes"), ("ranks", "ranks_per_node")):
         schema = Recipe.model_json_schema()["properties"][key]
         limits = schema.get("anyOf", [schema])[0]
-        kind = options[name].type
-        assert (kind.min, kind.max) == (limits["minimum"], limits["maximum"])
+        assert (options[name].min, options[name].max) == (limits["minimum"], limits["maximum"])
         assert "Default: the recipe's." in options[name].help
     assert "Default: " in options["gpus_per_node"].help
 
