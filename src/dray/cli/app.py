@@ -75,7 +75,9 @@ def _document(verb: typer.models.CommandInfo) -> list[str]:
 def _read(verb: Callable[..., Any]) -> tuple[str, list[str]]:
     """The text of a docstring and the examples at its end. Parameters get the lines that the docstring has for them,
     such as `--to FOLDER: Folder to write.`, `--follow, -f: Follow it.` or `SOURCE: A SIF.`"""
-    text, _, last = inspect.cleandoc(verb.__doc__ or "").rpartition("\n\n")
+    if verb.__doc__ is None:
+        raise ConfigError("python -OO drops the docstrings, in which dray has its options", fix="unset PYTHONOPTIMIZE")
+    text, _, last = inspect.cleandoc(verb.__doc__).rpartition("\n\n")
     examples = last.splitlines()
     if not last.startswith("dray "):
         text, examples = f"{text}\n\n{last}", []
@@ -102,8 +104,9 @@ def _error(wrong: TyperException) -> ConfigError:
     context: Any = getattr(wrong, "ctx", None)
     parameter: Any = getattr(wrong, "param", None)
     text = wrong.format_message().rstrip(".").replace("Value error, ", "")
+    text = text[:1].lower() + text[1:]
     fix = f"{context.command_path} -h" if context else "dray -h"
     value = wrong.__cause__
     if isinstance(value, ValidationError):
-        return ConfigError(text[:1].lower() + text[1:], found=value.errors(include_url=False)[0]["input"], fix=fix)
-    return ConfigError(text[:1].lower() + text[1:], wanted=getattr(parameter, "help", ""), fix=fix)
+        return ConfigError(text, found=value.errors(include_url=False)[0]["input"], fix=fix)
+    return ConfigError(text, wanted=getattr(parameter, "help", ""), fix=fix)

@@ -86,12 +86,19 @@ Ranks = Annotated[
     typer.Option(
         "--ranks",
         min=1,
+        max=1024,
         metavar="N",
-        help="Ranks per node, as torchrun's --nproc-per-node; with GPUs, one GPU for each.",
+        help="Ranks per node, as torchrun's --nproc-per-node; with GPUs, one GPU for each. Default: the recipe's.",
     ),
 ]
 GpusPerNode = Annotated[
-    int, typer.Option(min=0, metavar="N", show_default=False, help="GPUs per node, one rank for each.")
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        show_default=False,
+        help="GPUs per node, one rank for each. Default: as --ranks; in a job without it the site's.",
+    ),
 ]
 GpuMemory = Annotated[
     float | None,

@@ -58,10 +58,16 @@ def remotes(_context: typer.Context, _incomplete: str) -> Iterable[str]:
 @_quiet
 def recipes(_context: typer.Context, _incomplete: str) -> Iterable[str]:
     """The names of the recipes that come with dray; the shell itself completes files."""
+    return recipe_files()
+
+
+def recipe_files() -> dict[str, Path]:
+    """The recipes that come with dray, by name. Other TOML may be beside them in a user's own checkout."""
     from dray.config import dray_home  # noqa: PLC0415
 
     folder = dray_home.root() / "recipes"
-    return [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.toml")]
+    paths = [*sorted(folder.glob("*.toml")), *sorted(folder.glob("*/*.toml"))]
+    return {str(path.relative_to(folder).with_suffix("")): path for path in paths}
 
 
 @_quiet

@@ -54,7 +54,9 @@ def enter(
             print(f"if JupyterLab is missing: {inside.install(plan)}")
     elif not command:
         command = ["bash"]
-        where = f"in the image of {plan.run} on {host} ({plan.engine})"
-        print(f"{where}; exit leaves it, and the run goes on", file=sys.stderr)
+        print(
+            f"in the image of {plan.run} on {host} ({plan.engine}); exit leaves it, and the run goes on",
+            file=sys.stderr,
+        )
     argv = inside.argv(state, host, command, terminal=terminal, layer=layer)
     process.replace(argv, inside.environment(os.environ))

@@ -133,9 +133,9 @@ def bundle(
     dray image bundle cuda --out cuda-bundle
     """
     root = dray_home.root(build=True)
-    folder = (out or root / "build" / f"bundle-{variant}").absolute()
+    folder = (out or root / f"build/bundle-{variant}").absolute()
     is_locked = debian == "locked"
-    with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as tell, builder.engine():
+    with build_log(root / f"build/logs/{variant}.log", out=folder) as tell, builder.engine():
         source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, as_locked=is_locked, say=tell)
         made = inputs.to_bundle(root, source, folder, key=key, say=tell)
     print(f"{made}\nto build from it: make image-{variant} BUNDLE={made.name}")
@@ -192,8 +192,11 @@ def layer(
             if package := re.split("(?:^| )#", line)[0].strip():
                 asked.append(package)
     if bool(asked) == bool(lock):
-        wanted = "--pip or --requirements, or --lock alone"
-        raise ConfigError("a layer has packages or a lock", wanted=wanted, fix=f"dray image layer {variant} --pip trl")
+        raise ConfigError(
+            "a layer has packages or a lock",
+            wanted="--pip or --requirements, or --lock alone",
+            fix=f"dray image layer {variant} --pip trl",
+        )
     for package in asked:
         if not _BY_NAME.fullmatch(package):
             raise ConfigError(
@@ -233,13 +236,16 @@ def lock(
     """
     root = dray_home.root(build=True)
     if variant == "debian":
-        with build_log(root / "build" / "logs" / "debian.log") as tell:
+        with build_log(root / "build/logs/debian.log") as tell:
             named = base or base_image.default(root, inputs.image(root, "cpu").base, say=tell)
             changes = debs.update_locks(root, base=base_image.fetched(root, named, say=tell), say=tell, check=check)
         if check and changes:
-            found = "\n".join(changes)
-            fix = "dray image lock debian"
-            raise ConfigError("Debian's packages are not as locked", where=root / "containers", found=found, fix=fix)
+            raise ConfigError(
+                "Debian's packages are not as locked",
+                where=root / "containers",
+                found="\n".join(changes),
+                fix="dray image lock debian",
+            )
         _show_changes("debian", changes)
         return
     # venv last: it keeps to the versions of the cpu image.

@@ -61,7 +61,7 @@ def init(
         model = absolute("--model", model)
     text = New(name="mine", train=data, image=variant, gpus=gpus, model=model).text()
     require_good(text)  # before the checkout is written
-    if not (folder / "containers" / "steps").is_dir():
+    if not (folder / "containers/steps").is_dir():
         dray_home.write(folder)
     write_new(folder / _RECIPE, text, "the recipe", fix="dray init ANOTHER-FOLDER, or remove this file")
     print(f"site: {found.name} ({chosen.reason})")

@@ -35,7 +35,11 @@ def logs(
     last: Annotated[
         int | None,
         typer.Option(
-            "--last", "-n", min=0, metavar="N", help="Only the last N lines of each log; with -f all new ones."
+            "--last",
+            "-n",
+            min=0,
+            metavar="N",
+            help="Only the last N lines of each log; with -f all new ones. Default: all.",
         ),
     ] = None,
     runs: Runs = None,

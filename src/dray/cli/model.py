@@ -61,9 +61,11 @@ def evaluate(
     effective = _SETTINGS_OF_TASKS if tasks else _SETTINGS_OF_DATASETS
     for setting in settings:
         if re.split("[.=]", setting)[0] not in effective:
-            wanted = f"settings of {', '.join(effective)}"
             raise ConfigError(
-                "this setting has no effect on an evaluation", wanted=wanted, found=setting, fix="leave it out"
+                "this setting has no effect on an evaluation",
+                wanted=f"settings of {', '.join(effective)}",
+                found=setting,
+                fix="leave it out",
             )
     if options and not tasks:
         raise ConfigError(
@@ -80,8 +82,7 @@ def evaluate(
         trusting.require_no_functions(theirs, str(folder))
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
     job = image_tasks.Evaluate(str(model), changed, bool(device_map))
-    sections = ("data", "evaluate")
-    return run_in_image.once(recipe, job, engine=engine, folder=model, sections=sections, by_gpu=True)
+    return run_in_image.once(recipe, job, engine=engine, folder=model, sections=("data", "evaluate"), by_gpu=True)
 
 
 def _lm_eval(recipe: Recipe, job: image_tasks.LmEval, engine: str) -> int:
@@ -158,13 +159,12 @@ def export(
     plan, paths = run_in_image.trained(find(run, runs), trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     chosen = _step(folder, plan.run, step)
-    target = _new(to or paths.run / "exports" / f"step-{chosen}")
+    target = _new(to or paths.run / f"exports/step-{chosen}")
     checkpoint = str(folder / f"step-{chosen}")
     job = image_tasks.Export(checkpoint, str(target), dtype, plan.model_dump(mode="json"), format)
     # The container sees the checkpoints by the recipe's folder of them.
     recipe = plan.recipe.with_values("checkpoint", folder=str(folder), mirror="")
-    sections = ("model", "checkpoint")
-    return run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=sections)
+    return run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
 
 
 @app.command()
@@ -242,8 +242,9 @@ def import_(
     seen = settings or Recipe(name="import", image="cpu", command=Command(argv=("true",)))
     seen = _with_files(seen, source.parent, *filter(None, [config]))
     folder = target.parent if target else Path(seen.checkpoint.folder)
-    sections = ("data", "model", "checkpoint", "evaluate")
-    return run_in_image.once(seen, job, engine=engine, folder=folder, sections=sections)
+    return run_in_image.once(
+        seen, job, engine=engine, folder=folder, sections=("data", "model", "checkpoint", "evaluate")
+    )
 
 
 def _new(target: Path) -> Path:

@@ -62,9 +62,8 @@ def plan(
     if write:
         _write(asked, recipe, folder, run, gpu_memory)
         return
-    gpus = gpus_per_node or asked.gpus
     seen, choice = requested_resources.facts(
-        recipe, nodes, gpus, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
+        recipe, nodes, gpus_per_node or asked.gpus, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
     )
     asked.say()
     decided = prepare.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name)))

@@ -11,7 +11,8 @@ from pathlib import Path
 import typer
 
 from dray.cli.args import Json, Overrides, RecipeFile
-from dray.config import dray_home
+from dray.cli.candidates import recipe_files
+from dray.cli.streams import say
 from dray.config.describe_keys import Schema
 from dray.config.load_toml import Spec, validate
 from dray.config.new_recipe import New
@@ -31,11 +32,12 @@ def list_(as_json: Json = False) -> None:
 
     dray recipe list --json
     """
-    folder = dray_home.root() / "recipes"
     recipes = []
-    for path in (*sorted(folder.glob("*.toml")), *sorted(folder.glob("*/*.toml"))):
-        name = path.relative_to(folder).with_suffix("")
-        recipes.append({"name": str(name), "about": read_recipe(path).about, "file": str(path)})
+    for name, path in recipe_files().items():
+        try:
+            recipes.append({"name": name, "about": read_recipe(path).about, "file": str(path)})
+        except ConfigError as wrong:
+            say(f"dray: warning: not listed: {wrong}")
     if as_json:
         print(json.dumps(recipes, indent=1))
         return

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from dray import process
+from dray.cli import diff, status
 from dray.cli.args import Run, Runs, Sbatch, refuse_or_warn
 from dray.cli.recipe import write_new
 from dray.cli.run import conduct
 from dray.contract import exit_codes
 from dray.planning.schema import Plan
-from dray.runs import compare, local, prepare
+from dray.runs import compare, local, prepare, submit
 from dray.runs import replay as replays
 from dray.runs.replay import Original
+from dray.runs.status import LOST, Watched
 from dray.runs.store import RunPaths, default_runs, find
 
 
@@ -28,8 +31,8 @@ def replay(
     """Repeat a run with the same recipe, nodes and ranks, and compare the losses step by step.
 
     It lists what will differ. The exit code is 0 if all losses are equal to the last bit, else 1.
-    A run of Slurm is submitted again, and the `dray diff` to type later is printed.
-    Of another user's run, --recipe writes the recipe.
+    A run of Slurm is submitted again, and the `dray diff` to type later is printed: the exit code is 0 then.
+    With --sbatch=--wait it waits for the job, and compares here. Of another user's run, --recipe writes the recipe.
 
     --engine [bare|docker|podman]: Container engine on this machine. Default: the run's own.
     --recipe FILE: Write the run's recipe with all decided values; start nothing.
@@ -44,8 +47,7 @@ def replay(
     replays.require_own(before)
     runs = (runs or default_runs()).absolute()
     if before.plan.by_slurm and not engine and process.which("sbatch"):
-        _submit(before, runs, sbatch or [])
-        return exit_codes.DONE
+        return _submit(before, runs, sbatch or [])
     return _start(before, runs, replays.engine_here(before.plan, engine))
 
 
@@ -69,30 +71,43 @@ def _start(before: Original, runs: Path, engine: str) -> int:
     return _compare(before, paths.run, conduct(plan, paths))
 
 
-def _submit(before: Original, runs: Path, options: Sequence[str]) -> None:
-    """Submit a job with the same nodes, ranks and options."""
-    job = replays.job(before, runs, options)
+def _submit(before: Original, runs: Path, options: Sequence[str]) -> int:
+    """Submit a job with the same nodes, ranks and options. With --wait, compare once it has ended: sbatch itself would
+    not tell the job's number before."""
+    kept = [option for option in options if option not in submit.WAIT]
+    job = replays.job(before, runs, kept)
     refuse_or_warn(job.plan)
     folder = Path(job.plan.run_folder)
     _announce(before, RunPaths(folder), job.plan)
     print(shlex.join(job.argv), flush=True)
     print(f"job {replays.start(before, job)} is in the queue\nrun folder: {folder}")
-    print(f"once it has ended: {shlex.join(['dray', 'diff', str(before.folder), str(folder)])}")
+    if kept == options:
+        print(f"once it has ended: {shlex.join(['dray', 'diff', str(before.folder), str(folder)])}")
+        return exit_codes.DONE
+    watched = Watched(folder)
+    while not watched.over(seen := watched.look()):
+        time.sleep(watched.ask_s)
+    if seen.state == LOST:  # a shared disk may show the result later than Slurm the job's end
+        time.sleep(watched.next_s)
+        seen = watched.look()
+    print("\n".join(status.text(seen)))
+    code = exit_codes.FAILED if seen.exit_code is None else seen.exit_code
+    return _compare(before, folder, code) if seen.recipe else code  # without a plan nothing ran
 
 
 def _announce(before: Original, paths: RunPaths, plan: Plan) -> None:
     """Print what will differ, as far as this machine can tell."""
-    found = before.differences(paths, plan)
+    found = [*map(diff.line, before.differences(paths, plan))]
+    head = "what cannot be the same, run -> replay:"
     if not found:
-        print("nothing differs from the run, as far as dray can tell before the start", flush=True)
-        return
-    print("\n".join(["what cannot be the same:", *map(compare.line, found)]), flush=True)
+        head = "nothing differs from the run, as far as dray can tell before the start"
+    print("\n".join([head, *found]), flush=True)
 
 
 def _compare(before: Original, folder: Path, code: int) -> int:
     """Print what differs in the replay, which ended with this exit code, and whether the losses are the same."""
     found = compare.runs(before.folder, folder)
-    print("\n".join(compare.text(found)))
+    print("\n".join(diff.text(found)))
     if code:
         print(f"the replay failed with exit code {code}: {shlex.join(['dray', 'why', str(folder)])}")
     train = before.recipe.train

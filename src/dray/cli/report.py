@@ -47,7 +47,7 @@ def report(
 
     With --sync, send a run's metrics to W&B, MLflow, Trackio and others, from a login node.
 
-    --out FILE: File to write. Default: dray-report-RUN.html.
+    --out FILE: File to write. Default: dray-report-RUN.html; of several runs dray-report-runs.html.
     --sync: Send the run's metrics to its trackers' servers instead; nothing twice.
     --to TRACKER: With --sync: send to it; may be repeated. Default: train.trackers.
     --follow, -f: With --sync: keep sending until the run ends.

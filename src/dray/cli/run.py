@@ -77,8 +77,9 @@ def run(
     allocated = None if hostfile else Allocation.of(os.environ)
     if allocated and not here and not names_engine:
         if gpus_per_node:
-            problem = "--gpus-per-node is set by salloc; --ranks sets the number of ranks"
-            raise ConfigError(problem, fix="leave out --gpus-per-node")
+            raise ConfigError(
+                "--gpus-per-node is set by salloc; --ranks sets the number of ranks", fix="leave out --gpus-per-node"
+            )
         allocated.require_nodes(nodes)
         print(f"in the allocation of this shell, without a queue: {allocated} (--local: on this machine alone)")
         argv = allocated.argv(

@@ -135,9 +135,12 @@ def require(argv: Sequence[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError:
-            wanted, found = "UTF-8, as plans and scripts are", ascii(text)
             raise ConfigError(
-                "a name is not UTF-8 text", where=where, wanted=wanted, found=found, fix="rename it"
+                "a name is not UTF-8 text",
+                where=where,
+                wanted="UTF-8, as plans and scripts are",
+                found=ascii(text),
+                fix="rename it",
             ) from None
 
 

@@ -170,12 +170,11 @@ def _show(folder: Path, *, as_json: bool = False) -> int:
     rows = studies.look(folder, study)
     best = tune.best(rows) if study.kind == "tune" else None
     if as_json:
-        table = [row.model_dump() for row in rows]
-        document = {"study": str(folder), "kind": study.kind, "runs": table, "best": best and best.run}
-        print(json.dumps(document, indent=1))
+        document = {"study": str(folder), "kind": study.kind, "runs": [row.model_dump() for row in rows]}
+        print(json.dumps(document | {"best": best and best.run}, indent=1))
     else:
-        again = f"again: dray study show {shlex.quote(str(folder))}"
-        print("\n".join([*study_table.text(study, rows, best), "", again]))
+        print("\n".join(study_table.text(study, rows, best)))
+        print(f"\nagain: dray study show {shlex.quote(str(folder))}")
     if study.kind == "tune":
         return int(best is None)
     return int(any(row.apart or row.state in (status.FAILED, status.STOPPED, status.LOST) for row in rows))

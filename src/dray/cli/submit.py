@@ -77,7 +77,7 @@ def submit(
         }  # fmt: skip
         argv = [f"--{name}={value}" for name, value in options.items() if value is not None]
         argv += [f"--sbatch={option}" for option in sbatch or []]
-        argv += [name for name, given in (("--dry-run", dry_run), ("--json", as_json)) if given]
+        argv += ["--dry-run"] * dry_run + ["--json"] * as_json
         site = site if typed(context, "site") else ""
         raise typer.Exit(submit_on.submit(remotes, asked, argv, run=run, site=site))
     runs = (runs or default_runs()).absolute()

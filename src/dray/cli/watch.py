@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dray import process
 from dray.cli.args import Run, Runs, program
+from dray.config import dray_home
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
 from dray.runs import webhook
@@ -63,8 +64,7 @@ def watch(
 
 
 def _webhook() -> str:
-    config = os.environ.get("XDG_CONFIG_HOME") or f"{os.environ.get('HOME', '')}/.config"
-    return webhook.read(Path(os.environ.get("DRAY_WEBHOOK_FILE") or f"{config}/dray/webhook"))
+    return webhook.read(Path(os.environ.get("DRAY_WEBHOOK_FILE") or dray_home.configuration() / "webhook"))
 
 
 def _mail(address: str, seen: State, line: str) -> None:

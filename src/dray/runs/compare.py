@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dray.contract.control_characters import printable
-from dray.contract.findings import ConfigError, counted
+from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
 from dray.runs import capsule
 from dray.runs.capsule import Capsule
@@ -92,9 +92,10 @@ class LossComparison(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Two runs."""
+    """Two runs, or attempts of them."""
 
     a: str
+    """The folder of the run or the attempt."""
     b: str
     differences: list[Difference]
     """Most important first."""
@@ -108,7 +109,7 @@ def runs(a: Path, b: Path) -> Comparison:
     found = differences((plan_of(before), capsule.of(before)), (plan_of(after), capsule.of(after)))
     ours, theirs = curve(attempts_of(a)), curve(attempts_of(b))
     return Comparison(
-        a=before.run.name, b=after.run.name, differences=found, curves=(ours, theirs),
+        a=str(a.absolute()), b=str(b.absolute()), differences=found, curves=(ours, theirs),
         losses=compare(ours.losses, theirs.losses),
     )  # fmt: skip
 
@@ -147,8 +148,11 @@ def _plan(plan: Plan) -> dict[str, Any]:
         for path, name in ((plan.run_folder, "RUN"), (plan.scratch, "SCRATCH"), (caches, "CACHES")):
             value = value.replace(path, name)
         variables[variable.name] = value
-    table = plan.model_dump(mode="json")
-    return {"nodes": " ".join(node.name for node in plan.world.nodes), **table, "env": variables}
+    return {
+        "nodes": " ".join(node.name for node in plan.world.nodes),
+        **plan.model_dump(mode="json"),
+        "env": variables,
+    }
 
 
 def _capsule(made: Capsule) -> dict[str, Any]:
@@ -231,21 +235,6 @@ def compare(a: Losses, b: Losses, tolerance: float = 0.0) -> LossComparison:
     return found
 
 
-def losses_text(found: LossComparison) -> Iterator[str]:
-    """Lines that say whether losses are identical, and if not, where and how far they differ."""
-    if not found.steps:
-        yield "losses: no common step"
-    elif found.first is None:
-        yield f"losses are identical to the last bit in {counted(found.steps, 'step')}"
-    else:
-        yield f"losses first differ at step {found.first}: {' and '.join(pair(found.first_a, found.first_b))}"
-    if found.largest:
-        yield f"largest relative difference {found.largest:.1e}"
-    for count, name in ((found.only_a, "A"), (found.only_b, "B")):
-        if count:
-            yield f"only {name} logged {counted(count, 'more step')}"
-
-
 def pair(a: float | None, b: float | None) -> tuple[str, str]:
     """Both values, with enough digits to see the difference."""
     for digits in range(4, 17):
@@ -257,20 +246,3 @@ def pair(a: float | None, b: float | None) -> tuple[str, str]:
 
 def _loss(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}g}"
-
-
-def text(found: Comparison) -> Iterator[str]:
-    """The differences, most important first; then losses and speed."""
-    yield f"A: {found.a}"
-    yield f"B: {found.b}"
-    yield "differences, most important first:" if found.differences else "dray found no differences"
-    yield from map(line, found.differences)
-    yield from losses_text(found.losses)
-    before, after = (curve.tokens_per_s for curve in found.curves)
-    if before and after:
-        yield f"median speed: {before:,.0f} -> {after:,.0f} tokens/s ({after / before - 1:+.0%})"
-
-
-def line(found: Difference) -> str:
-    """The difference in a line of a list."""
-    return f"  {found.kind}: {found.name}: {found.a} -> {found.b}"

@@ -62,7 +62,9 @@ def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, lay
         f"--jobid={state.slurm_job.number}",
         "--overlap",  # the run's own step has the node
         "--export=ALL",
-        *("--nodes=1", "--ntasks=1", "--ntasks-per-node=1"),
+        "--nodes=1",
+        "--ntasks=1",
+        "--ntasks-per-node=1",
         f"--nodelist={node}",
         "--cpu-bind=none",
         f"--chdir={paths.folder}",
@@ -86,10 +88,15 @@ def jupyter(plan: Plan, folder: Path, port: int) -> list[str]:
     return [
         "env",
         *(f"{name}={folder}" for name in _FOLDERS),
-        *(engines.get(plan.engine).python(plan.image), "-m", JUPYTER),
-        # The tunnel has this port, so it takes no other one.
-        *("--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"),
-        *(f"--ServerApp.root_dir={plan.run_folder}", "--ServerApp.answer_yes=True"),
+        engines.get(plan.engine).python(plan.image),
+        "-m",
+        JUPYTER,
+        "--no-browser",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",  # the tunnel has this port
+        f"--ServerApp.root_dir={plan.run_folder}",
+        "--ServerApp.answer_yes=True",
         *(["--allow-root"] if os.geteuid() == 0 else []),
     ]
 

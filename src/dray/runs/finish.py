@@ -49,7 +49,6 @@ def finish(
     text = result.model_dump_json(indent=1) + "\n"
     try:
         files.write_atomic(paths.result, text)
-        write_summary(paths)
     except OSError as error:
         with suppress(OSError, ValueError):
             problem = f"dray: {paths.result} cannot be written: {error.strerror}. Its content is:"
@@ -66,6 +65,7 @@ def finish(
             if plan and then.requeue:
                 lines += requeue.options(known, plan, then.exclude)
             files.write_atomic(paths.next, "".join(f"{line}\n" for line in lines))
+    ended.tried(paths.run, write_summary, paths)  # last: without it a list reads the other files
     return result
 
 

@@ -47,16 +47,22 @@ class Hosts:
 
     def facts(self, recipe: Recipe, *, run: str, engine: Engine, gpus_per_node: int, site: str) -> Facts:
         """The facts for the plan, which must be the same on each machine."""
-        gpus = gpus_per_node or self.slots or 0
-        here = local.facts(recipe, engine=engine, nodes=len(self.names), gpus_per_node=gpus, site=site)
-        shared = {
-            "scheduler": "hosts",
-            "nodelist": ",".join(self.names),
-            "address": None,
-            "hf_home": here.hf_home if engines.get(engine).isolates_env else None,  # else each machine has its own
-            "port": port_of(run),
-        }
-        return here.model_copy(update=shared)
+        here = local.facts(
+            recipe,
+            engine=engine,
+            nodes=len(self.names),
+            gpus_per_node=gpus_per_node or self.slots or 0,
+            site=site,
+        )
+        return here.model_copy(
+            update={
+                "scheduler": "hosts",
+                "nodelist": ",".join(self.names),
+                "address": None,
+                "hf_home": here.hf_home if engines.get(engine).isolates_env else None,  # else each machine has its own
+                "port": port_of(run),
+            }
+        )
 
     def secret(self, file: Path | None) -> str:
         """The secret that the machines share, from a file that each has; empty for a single machine."""
@@ -88,6 +94,5 @@ def read(path: Path) -> Hosts:
     names = [line.partition(" ")[0] for line in lines]
     slots = {line.partition(" slots=")[2] for line in lines}
     if not all(map(_LINE.fullmatch, lines)) or len({*names}) < len(names) or len(slots) != 1:
-        found = ascii(listed(lines))[:300]
-        raise ConfigError("the hostfile is not valid", where=path, wanted=_FORM, found=found)
+        raise ConfigError("the hostfile is not valid", where=path, wanted=_FORM, found=ascii(listed(lines))[:300])
     return Hosts(path, tuple(names), int(slots.pop() or 0) or None)

@@ -97,5 +97,5 @@ def _packages(variant: str) -> dict[str, str]:
         found = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))["packages"]
         return {re.sub(r"[-_.]+", "-", name).lower(): str(version) for name, version in found.items()}
     except (OSError, ValueError, KeyError):
-        pins = lock.read(dray_home.root() / "containers" / variant / "requirements.lock")
+        pins = lock.read(dray_home.root() / f"containers/{variant}/requirements.lock")
         return {pin.name: pin.version for pin in pins}

@@ -104,8 +104,9 @@ def run(
             files.write_atomic(paths.process, json.dumps(processes.mark(os.getpid())))
         if engines.get(plan.engine).private_network:
             private = network(plan.run) if plan.world.one_machine else None
-            label = f"{LABEL}={plan.run}"
-            stack.enter_context(container_cleanup.removed_after(plan.engine, label=label, network=private))
+            stack.enter_context(
+                container_cleanup.removed_after(plan.engine, label=f"{LABEL}={plan.run}", network=private)
+            )
         nodes = [stack.enter_context(_node(plan, paths, number)) for number in numbers]
         try:
             return _wait(nodes, watch)

@@ -86,12 +86,6 @@ WARNED_OF = (*_UNSAVED, "divergence")
 
 def result_warnings(events: Sequence[Event]) -> list[str]:
     """Warnings in metrics: each kind of failed save, and the first loss jumps."""
-    jumps = [str(event.get("why")) for event in events if event.get("event") == "divergence"]
-    return [*_unsaved(events), *jumps[:5]]
-
-
-def _unsaved(events: Sequence[Event]) -> list[str]:
-    """A warning for each kind of failed save."""
     found = []
     for kind, what in _UNSAVED.items():
         saves = [event for event in events if event.get("event") == kind]
@@ -100,4 +94,5 @@ def _unsaved(events: Sequence[Event]) -> list[str]:
             first_one = f"the first of step {failed[0].get('checkpoint')}: {failed[0].get('why')}"
             mended = "; the last one was saved" if saves[-1].get("saved") is True else ""
             found.append(f"{counted(len(failed), 'checkpoint')} {what}, {first_one}{mended}")
-    return found
+    jumps = [str(event.get("why")) for event in events if event.get("event") == "divergence"]
+    return found + jumps[:5]

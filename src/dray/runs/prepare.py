@@ -223,5 +223,9 @@ def _make_cache(folder: Path) -> None:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if why := files.open_to_others(folder, folder=True):
-        fix = f"chmod go-w {shlex.quote(str(folder))}; if it is not yours, set DRAY_RUNS to a folder of your own"
-        raise ConfigError("another user may write the cache folder", where=folder, found=why, fix=fix)
+        raise ConfigError(
+            "another user may write the cache folder",
+            where=folder,
+            found=why,
+            fix=f"chmod go-w {shlex.quote(str(folder))}; if it is not yours, set DRAY_RUNS to a folder of your own",
+        )

@@ -74,16 +74,19 @@ def _cancel(state: State) -> bool:
 
 def _write(paths: RunPaths, *, now: bool) -> None:
     """Write the stop file, which the first node's runner reads each second; with `now` it ends the ranks at once."""
-    lines = f"{run_folder.BY_USER}\n{run_folder.NOW}\n" if now else f"{run_folder.BY_USER}\n"
+    lines = f"{run_folder.BY_USER}\n" + f"{run_folder.NOW}\n" * now
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would wait for ever
     try:
         file = os.open(paths.stop, flags, 0o600)
         os.write(file, lines.encode())
         os.close(file)
     except OSError as refused:
-        fix = "repair the folder's permissions, or cancel the job with scancel"
-        problem = "the stop file cannot be written"
-        raise ConfigError(problem, where=paths.stop, found=refused.strerror, fix=fix) from refused
+        raise ConfigError(
+            "the stop file cannot be written",
+            where=paths.stop,
+            found=refused.strerror,
+            fix="repair the folder's permissions, or cancel the job with scancel",
+        ) from refused
 
 
 def _wait(state: State, paths: RunPaths, *, now: bool, say: Say) -> str:
@@ -98,8 +101,11 @@ def _wait(state: State, paths: RunPaths, *, now: bool, say: Say) -> str:
         time.sleep(_LOOK_S)
         at = time.monotonic()
         if at > deadline and now:
-            fix = "end its job by scancel, or its process by kill"
-            raise UnfitError(f"the run has not ended within {_NOW_S:g} s", where=state.where, fix=fix)
+            raise UnfitError(
+                f"the run has not ended within {_NOW_S:g} s",
+                where=state.where,
+                fix="end its job by scancel, or its process by kill",
+            )
         if at > deadline:
             say(f"it did not end within {grace:g} s and is being ended now")
             now, deadline = True, at + _NOW_S
@@ -125,5 +131,6 @@ def _ending(state: State) -> str:
     if state.paths is None:
         return f"the run never started\nrun folder: {state.path}"
     result = result_of(state.paths)
-    left_none = f"it left no result; dray why {shlex.quote(str(state.path))} shows more"
-    return summary(result, state.paths) if result else left_none
+    if result:
+        return summary(result, state.paths)
+    return f"it left no result; dray why {shlex.quote(str(state.path))} shows more"

@@ -104,7 +104,6 @@ def once(
     with TemporaryDirectory(prefix="dray-") as runs:
         run = new_id(recipe.name)
         file = Path(runs, run, "job.json")
-        python = engines.get(engine).python(facts.image)
         program = Recipe(
             name=recipe.name,
             image=recipe.image if gpus else "cpu",
@@ -113,7 +112,10 @@ def once(
             env=environment,
             pass_env=tuple(name for name in recipe.pass_env if name not in environment),
             preflight=Preflight(when="never"),
-            command=Command(argv=(python, "-m", "dray.train.outputs", str(file)), folder=str(folder)),
+            command=Command(
+                argv=(engines.get(engine).python(facts.image), "-m", "dray.train.outputs", str(file)),
+                folder=str(folder),
+            ),
         ).model_copy(update={name: getattr(visible, name) for name in sections})
         plan, paths = prepare.write(program, facts, runs=Path(runs), run=run)
         file.write_text(json.dumps(image_tasks.to_json(job)), encoding="utf-8")

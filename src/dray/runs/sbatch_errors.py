@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -55,9 +56,20 @@ def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
     return refused
 
 
+def command(argv: Sequence[str]) -> str:
+    """The sbatch command to type again, with the variables that have options for it."""
+    given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SBATCH_")]
+    return shlex.join(["env", *given, *argv] if given else argv)
+
+
+def _options(argv: Sequence[str]) -> list[str]:
+    """sbatch's own options, without those of the script."""
+    return [*takewhile(lambda word: not word.endswith(".sh"), argv)]
+
+
 def _given(argv: Sequence[str], option: str, letter: str) -> str:
     """The last value of an option on sbatch's command line, or in its environment."""
-    values = re.findall(rf" (?:--{option}[= ]|-{letter} ?)(\S+)", " ".join(argv))
+    values = re.findall(rf" (?:--{option}[= ]|-{letter} ?)(\S+)", " ".join(_options(argv)))
     return values[-1] if values else os.environ.get(f"SBATCH_{option.upper()}", "")
 
 
@@ -78,11 +90,10 @@ def _sized(message: str, argv: Sequence[str]) -> ConfigError:
         f"{counted(partition.gpus, 'GPU')}"
         for partition in _partitions()[:_SHOWN]
     ]
-    options = takewhile(lambda word: not word.endswith(".sh"), argv)
     return ConfigError(
         "no nodes of the partition match what this job requests",
         wanted="\n".join(rows),
-        found=f"{' '.join(word for word in options if word.startswith(_SIZES))}\n{message}",
+        found=f"{' '.join(word for word in _options(argv) if word.startswith(_SIZES))}\n{message}",
         fix="another --sbatch=--partition=NAME; or less: --nodes, --gpus-per-node, --sbatch=--cpus-per-task=N or "
         "--sbatch=--mem=SIZE",
     )

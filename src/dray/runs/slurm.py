@@ -157,19 +157,19 @@ class Slurm:
         """A job with one of these ids that existed at that time, or with such a run folder (`--run=`). A running job
         comes before a waiting one. DrayError as from `jobs`."""
         known = self.jobs(cluster)
-        found = [job for id_, at in ids.items() for job in known.get(id_, ()) if self._existed(job, at)]
+        found = [job for id_, at in ids.items() for job in known.get(id_, ()) if self._existed(job, at, cluster)]
         for folder in folders:
             option = f" --run={folder} "  # its name may contain spaces
             found += [job for job in known.get(option.split(" ")[1], ()) if option in f" {job.command} "]
         return min(found, key=lambda job: job.waits, default=None)
 
     @staticmethod
-    def _existed(job: Job, at: float) -> bool:
+    def _existed(job: Job, at: float, cluster: str) -> bool:
         """Whether the job existed at this time; else Slurm reused its number. DrayError if Slurm does not answer."""
         if job.submitted <= at + _LATE_S:
             return True
         # A requeue changes that time. Not `show`: taken for "no", silence would let a second job write into the run.
-        shown = process.run(["scontrol", "show", "job", "--oneliner", job.id], seconds=_ANSWER_S).out
+        shown = process.run(["scontrol", *_on(cluster), "show", "job", "--oneliner", job.id], seconds=_ANSWER_S).out
         return fields(shown).get("Restarts", "0") != "0"
 
 
@@ -324,8 +324,7 @@ def offered(option: str) -> list[str]:
     argv = ["sacctmgr", "--noheader", "--parsable2", "show", "associations", f"format={option}", f"user={user}"]
     if option == "constraint":
         argv = ["sinfo", "--noheader", "--format=%f"]
-    names = re.split(r"[\s,]+", _answer(*argv))
-    return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
+    return sorted({name for name in re.split(r"[\s,]+", _answer(*argv)) if re.fullmatch(r"[\w.@+-]+", name)})
 
 
 # The allocation around this shell --------------------------------------------------------------------------------
@@ -377,5 +376,9 @@ class Allocation(NamedTuple):
 
 def allocation_environment(env: Mapping[str, str], runs: Path) -> dict[str, str]:
     """The environment for the batch script: the command runs in the current folder, not in salloc's."""
-    here = {"DRAY_HOME": str(dray_home.root()), "DRAY_RUNS": str(runs), "SLURM_SUBMIT_DIR": str(Path.cwd())}
-    return {**env, **here}
+    return {
+        **env,
+        "DRAY_HOME": str(dray_home.root()),
+        "DRAY_RUNS": str(runs),
+        "SLURM_SUBMIT_DIR": str(Path.cwd()),
+    }

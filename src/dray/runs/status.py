@@ -41,6 +41,9 @@ _STAGES = (
 )
 """What happens before the first line of metrics, by the newest of these files."""
 
+_LEASE = f"{run_folder.CHECKPOINTS}/lease.json"  # which the trainer touches
+# Of an attempt, the files that tell how it ended if it was killed.
+_END_FILES = (run_folder.PLAN, run_folder.METRICS, run_folder.STOP, *stop_reason.LOGS)
 _SLOW = 4  # the last reports of slow ranks
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _NOT_SHOWN = Field(exclude=True)
@@ -151,8 +154,8 @@ def listed(folder: Path, slurm: Slurm) -> State:
             return seen
     run = Run(folder)
     seen, attempt = status(run, slurm), run.last
-    if attempt and attempt.job and attempt.ended is None and seen.kind == "ended":
-        settled = _sign_of_life(attempt.paths) < time.time() - FRESH_S
+    if attempt and attempt.job and attempt.plan and attempt.ended is None and seen.kind == "ended":
+        settled = _settled(str(folder), attempt.number, attempt.job_id, time.time())
         if settled and not run.cluster and not run.warnings:
             _summarize(attempt, seen, killed_on=slurm.cluster)  # `dray finish` was killed, too
     return seen
@@ -174,7 +177,7 @@ def _summarize(attempt: Attempt, seen: State, **more: str) -> None:
     with suppress(OSError):  # a list reads the other files then
         changed = folder.stat().st_mtime
         with files.replacing(file, sync=False) as stream:
-            stream.write(to_json(seen.model_dump() | more) + b"\n")
+            stream.write(to_json(seen.model_dump() | {"cluster": attempt.run.cluster} | more) + b"\n")
         os.utime(file, (attempt.began, attempt.began))
         os.utime(folder, (changed, changed))
 
@@ -189,17 +192,27 @@ def _by_summary(folder: Path, slurm: Slurm) -> State | None:
     about = os.lstat(file)
     seen, job = State.model_validate(printable(table | {"run": folder.name, "folder": path})), None
     with suppress(DrayError):
-        job = slurm.job_of({seen.job_id or "": about.st_mtime}, {path, str(table.get("folder"))})
+        job = slurm.job_of({seen.job_id or "": about.st_mtime}, {path, str(table.get("folder"))}, seen.cluster)
+    number = seen.attempt or 0
     if job or seen.goes_on or (written(f"{path}/{run_folder.JOB}") or 0.0) > about.st_mtime:
+        return None
+    if os.path.lexists(f"{path}/{run_folder.attempt(number + 1)}"):
         return None
     if "killed_on" in table:
         slurm.jobs()  # DrayError: nobody knows
-        number = seen.attempt or 0
-        later = (f"{run_folder.attempt(number)}/{run_folder.RESULT}", run_folder.attempt(number + 1))
-        usable = about.st_uid == os.geteuid() and table["killed_on"] == slurm.cluster
-        if not usable or any(os.path.lexists(f"{path}/{name}") for name in later):
+        has_result = os.path.lexists(f"{path}/{run_folder.attempt(number)}/{run_folder.RESULT}")
+        if has_result or about.st_uid != os.geteuid() or table["killed_on"] != slurm.cluster:
+            return None
+        # Its writer may have seen an older state of the disk, whose own clock has all these times.
+        if not _settled(path, number, seen.job_id, about.st_ctime):
             return None
     return seen
+
+
+def _settled(run: str, attempt: int, job: str | None, at: float) -> bool:
+    """Whether the files of a killed attempt were complete at this time: none changed shortly before it, or since."""
+    names = [_LEASE, f"job-{job}.log", *(f"{run_folder.attempt(attempt)}/{name}" for name in _END_FILES)]
+    return all((written(f"{run}/{name}") or 0.0) < at - FRESH_S for name in names)
 
 
 def _seen(run: Run, attempt: Attempt | None, holder: _Holder, slurm: Slurm, *, closely: bool) -> State:
@@ -215,8 +228,7 @@ def _state(fields: Table) -> State:
         return State(**fields)
     except ValidationError as wrong:
         damaged = {str(error["loc"][0]) for error in wrong.errors()}
-    valid = {name: value for name, value in fields.items() if name not in damaged}
-    return State(**valid)
+    return State(**{name: value for name, value in fields.items() if name not in damaged})
 
 
 # What has a run ----------------------------------------------------------------------------------------------------
@@ -290,8 +302,7 @@ def _local(attempt: Attempt) -> _Holder:
             case [str(), str(), int(), str()] as found if found[2] > 1:
                 process = list(found)
     if process is None or not processes.here(process):
-        unclear = "it was started on another machine, or before this machine last booted"
-        return _Holder("unknown", unclear=unclear)
+        return _Holder("unknown", unclear="it was started on another machine, or before this machine last booted")
     if not processes.gone(process):
         return _Holder("running", process=process[2])
     if scratch.held(attempt.plan.get("scratch")):
@@ -414,7 +425,7 @@ def _by_files(attempt: Attempt) -> tuple[str, Stop | None]:
         return RUNNING, None
     if held is False or stop_reason.of_files(paths.folder, attempt.job, attempt.began):
         return _lost(attempt)
-    lease = written(paths.checkpoints / "lease.json") or 0.0  # which the trainer touches
+    lease = written(paths.run / _LEASE) or 0.0
     if max(lease, _sign_of_life(paths)) > time.time() - FRESH_S:
         return RUNNING, None
     return _lost(attempt) if "TERM" in stop_reason.asked(paths.folder) else (NO_RESULT, None)

@@ -25,9 +25,11 @@ _EARLY_S = 120  # Slurm may send a signal a minute early, and counts time limits
 _CLOCKS_S = 10.0  # between the clocks of a node and of the disk
 # srun also cancels a step after a task has failed; then the batch script continues and writes a result.
 _CANCELLED = re.compile(
-    r"\*\*\* (?:JOB|STEP) \S{1,60} ON \S{1,300} CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)"
+    r"\*\*\* (?:JOB|STEP) (\d+)\S{0,60} ON \S{1,300} CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)"
     r"(?: DUE TO ([A-Z ]{1,40}\b))?"
 )
+LOGS = (f"{run_folder.LOGS}/srun.log", run_folder.node_log(0))
+"""An attempt's logs with such messages; the jobs' own logs are in the run folder."""
 _DUE_TO = {
     None: "scancel",
     "TIME LIMIT": TIME_LIMIT,
@@ -90,18 +92,19 @@ def asked(attempt: Path) -> list[str]:
 def of_files(attempt: Path, job: int, began: float) -> Stop | None:
     """What ended an attempt without a result, from Slurm's messages in its logs.
 
-    Slurm shows `dray stop` as scancel. Messages from before the attempt `began` belong to earlier attempts.
+    Slurm shows `dray stop` as scancel. Messages from before the attempt `began` belong to earlier attempts. An array
+    names its tasks' logs, and a job that follows another writes into that one's log.
     """
-    logs = (attempt.parent / f"job-{job}.log", attempt / run_folder.LOGS / "srun.log", attempt / run_folder.node_log(0))
+    logs = (*sorted(attempt.parent.glob("job-*.log")), *(attempt / name for name in LOGS))
     for line in (line for log in logs for line in files.tail(log)):
         found = _CANCELLED.search(line[:1000])
-        if not found or found[2] not in _DUE_TO:
+        if not found or found[3] not in _DUE_TO or job not in (0, int(found[1])):
             continue
         with suppress(ValueError, OverflowError):
-            at = time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))
+            at = time.mktime(time.strptime(found[2], "%Y-%m-%dT%H:%M:%S"))
             if at >= began - _CLOCKS_S:
                 by_user = run_folder.BY_USER in asked(attempt)
-                return Stop(run_folder.BY_USER if by_user else _DUE_TO[found[2]], utc(at))
+                return Stop(run_folder.BY_USER if by_user else _DUE_TO[found[3]], utc(at))
     return None
 
 

@@ -157,8 +157,8 @@ class Attempt:
 
     @cached_property
     def began(self) -> float:
-        """When the plan was written; 0 without a plan."""
-        return written(self.paths.plan) or 0.0
+        """When the plan was written; while there is none, when the folder was changed."""
+        return written(self.paths.plan) or written(self.paths.folder) or 0.0
 
     @cached_property
     def facts(self) -> dict[str, str]:
@@ -246,8 +246,12 @@ def plan_of(paths: RunPaths) -> Plan:
     """The plan of an attempt; ConfigError if it is missing, damaged or of another version."""
     from dray.planning.schema import Plan  # noqa: PLC0415  half a second, for which no list of runs waits
 
-    again = f"dray run RECIPE --run={shlex.quote(str(paths.run))}"
-    return load(Plan, paths.plan, "run's plan", fix=f"start an attempt with a new plan: {again}")
+    return load(
+        Plan,
+        paths.plan,
+        "run's plan",
+        fix=f"start an attempt with a new plan: dray run RECIPE --run={shlex.quote(str(paths.run))}",
+    )
 
 
 # Files -----------------------------------------------------------------------------------------------------------
@@ -286,8 +290,9 @@ def load(model: type[Model], path: Path, noun: str, *, fix: str = "") -> Model:
     except ValidationError as wrong:
         from dray.config.load_toml import explained  # noqa: PLC0415  a tenth of the time of `dray runs`
 
-        problem = f"the {noun} is damaged, or of another version of dray"
-        raise ConfigError(problem, where=path, found=explained(wrong), fix=fix) from wrong
+        raise ConfigError(
+            f"the {noun} is damaged, or of another version of dray", where=path, found=explained(wrong), fix=fix
+        ) from wrong
 
 
 def dig(value: Any, *keys: str) -> Any:  # noqa: ANN401  any JSON value
@@ -496,8 +501,12 @@ def node_number(nodes: Sequence[str], word: str) -> int:
     for known in (nodes, numbers):
         if word in known:
             return known.index(word)
-    wanted = f"a number from 0 to {numbers[-1]}, or the name of a node: {listed(nodes)}"
-    raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
+    raise ConfigError(
+        "the run has no such node",
+        where="--node",
+        wanted=f"a number from 0 to {numbers[-1]}, or the name of a node: {listed(nodes)}",
+        found=ascii(word),
+    )
 
 
 # Finding a run -----------------------------------------------------------------------------------------------------

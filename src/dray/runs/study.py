@@ -235,7 +235,7 @@ def look(folder: Path, study: Study) -> list[Row]:
     if study.kind in ("strong", "weak"):
         first = next((row for row in rows if row.tokens_per_s), None)
         for row in rows:
-            if first and first.tokens_per_s and row.tokens_per_s:
+            if first and first.tokens_per_s and row.tokens_per_s and row.ranks:
                 row.speedup = row.tokens_per_s / first.tokens_per_s
                 row.efficiency = row.speedup * first.ranks / row.ranks
     if study.tolerance:

@@ -24,6 +24,7 @@ from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
 _EXPEDITE = "enable_expedited_requeue"
 _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
+WAIT = ("-W", "--wait")
 _DECIDED = ("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")  # options of sbatch
 
 
@@ -119,6 +120,11 @@ def planned(
 def check(options: Sequence[str]) -> None:
     """Refuse options of sbatch that the plan must know, or that are malformed."""
     for option in options:
+        if option in WAIT:
+            raise ConfigError(
+                "sbatch --wait would end with the job, which dray could not record before", found=f"--sbatch {option}",
+                fix="use dray submit --follow, which shows the run until it has ended",
+            )  # fmt: skip
         if option.startswith(("-a", "--ar")):
             raise ConfigError(
                 "--array would put all tasks into one run", found=f"--sbatch {option}",
@@ -206,18 +212,24 @@ def enqueue(
             for name, text in beside.items():
                 files.write_atomic(run / name, text)
         job = slurm.sbatch(argv)
-    except slurm.NoJobNumberError:
+    except slurm.NoJobNumberError as unknown:
+        unknown.amend(where=sbatch_errors.command(argv))
         raise
     except (DrayError, OSError) as refused:
         for run in filter(Path.is_dir, new):
             for name in beside:
                 (run / name).unlink(missing_ok=True)
-            run.rmdir()
+            with suppress(OSError):  # sbatch may fail after the job has begun
+                run.rmdir()
         if not isinstance(refused, DrayError):
             raise
         if not process.which(argv[0]):
             refused.amend(fix="submit on a login node of the cluster; without Slurm use dray run or make cluster")
-        raise sbatch_errors.explained(refused, argv) from None
+        by_sbatch = refused.finding.where == " ".join(argv)
+        refused = sbatch_errors.explained(refused, argv)
+        if by_sbatch:  # and not by what is wrong with the run folder
+            refused.amend(where=sbatch_errors.command(argv))
+        raise refused from None
     found = []
     for run, task in runs.items():
         queued = job.model_copy(update={"task": task})

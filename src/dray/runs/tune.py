@@ -49,8 +49,9 @@ class Place:
         try:
             return self.plan(recipe)
         except ConfigError:
-            free = {"per_device": None, "gradient_accumulation_steps": None}
-            batch = recipe.batch and recipe.batch.model_copy(update=free)
+            batch = recipe.batch and recipe.batch.model_copy(
+                update={"per_device": None, "gradient_accumulation_steps": None}
+            )
             return self.plan(recipe.model_copy(update={"batch": batch}))
 
 

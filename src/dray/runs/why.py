@@ -72,7 +72,7 @@ def _before(run: Run) -> Report:
     job = run.job if seen.state == states.LOST else None
     evidence = _by_slurm(slurm.last_state(job.id, job.cluster), job.id) if job else []
     values = secrets.of_environment()
-    for log in sorted(run.folder.glob("job-*.log"), key=os.path.getmtime)[-1:]:
+    for log in sorted(filter(Path.is_file, run.folder.glob("job-*.log")), key=os.path.getmtime)[-1:]:
         evidence += [f"{log.name}: {secrets.redacted(line, values)}" for line in files.tail(log, _LINES)]
     fields = {"run": run.name, "attempt": 0, "folder": str(run.folder), "status": seen.state}
     fields |= {"now": seen.why or _NOW.get(seen.state, ""), "evidence": evidence, "warnings": seen.warnings}
@@ -114,8 +114,11 @@ def _result(paths: RunPaths, warnings: list[str]) -> Result | None:
 
 def _unfinished(paths: RunPaths) -> Table:
     """What is known of an attempt without a result, which runs or was killed."""
-    attempt = StoredAttempt(Run(paths.run), paths.attempt)
+    run = Run(paths.run)
+    attempt = StoredAttempt(run, paths.attempt)
     job = attempt.job_id
+    if any(job == later.job_id for later in run.attempts if later.number > paths.attempt):
+        job = ""  # requeued: Slurm tells of the later attempt
     ended = slurm.last_state(job, attempt.facts.get("cluster", "")) if job else ""
     state, at, why = states.NO_RESULT, None, stop_reason.of_state(ended)
     with suppress(OSError):  # another user's folder

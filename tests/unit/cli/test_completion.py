@@ -67,6 +67,24 @@ def test_all_verbs_have_a_line_of_help_and_none_is_imported_for_it(
     assert f"why\t{cli.SHOWN['why']}" in lines
 
 
+def test_recipes_are_those_that_the_list_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a checkout with a user's own folders."""
+    for name in ("containers/steps", "recipes/trl", "recipes/tool/deeper", "project/recipes"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in (
+        "recipes/own.toml",
+        "recipes/trl/own-dpo.toml",
+        "recipes/tool/deeper/own.toml",
+        "project/recipes/own-2.toml",
+    ):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("DRAY_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "project")
+    assert answered("dray run ", monkeypatch, capsys, "bash") == ["own", "trl/own-dpo"]
+
+
 def test_runs_by_their_names_and_none_that_a_shell_could_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

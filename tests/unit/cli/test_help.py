@@ -13,6 +13,7 @@ import pytest
 import verbs
 from dray import cli
 from dray.config import dray_home
+from dray.config.recipe import Recipe
 from dray.runs.prepare import read_recipe
 from helpers import PYTHON, ROOT
 
@@ -32,6 +33,17 @@ def test_the_list_has_the_beginning_of_each_verb_s_help_in_one_line() -> None:
         if line:
             assert (VERBS[f"dray {verb}"].help or "").startswith(line), verb
     assert [line for line in cli._help().splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("verb", ["run", "submit", "plan"])
+def test_sizes_have_the_limits_and_the_defaults_of_a_recipe(verb: str) -> None:
+    options = {option.name: option for option in VERBS[f"dray {verb}"].params}
+    for name, key in (("nodes", "nodes"), ("ranks", "ranks_per_node")):
+        schema = Recipe.model_json_schema()["properties"][key]
+        limits = schema.get("anyOf", [schema])[0]
+        assert (options[name].min, options[name].max) == (limits["minimum"], limits["maximum"])
+        assert "Default: the recipe's." in options[name].help
+    assert "Default: " in options["gpus_per_node"].help
 
 
 def test_help_and_version_import_no_verb() -> None:

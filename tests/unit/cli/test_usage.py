@@ -127,6 +127,37 @@ def test_a_recipe_that_cannot_be_written(dray: Dray, tmp_path: Path, words: tupl
     assert (tmp_path / "there.toml").read_text() == "mine"
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_other_toml_beside_a_user_s_recipes_is_left_out(
+    dray: Dray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, as_json: bool
+) -> None:
+    (tmp_path / "containers" / "steps").mkdir(parents=True)
+    (tmp_path / "recipes" / "tool" / "deeper").mkdir(parents=True)
+    monkeypatch.setenv("DRAY_HOME", str(tmp_path))
+    assert dray(tmp_path, "recipe", "new", "recipes/own")[0] == 0
+    for name in ("tool/config.toml", "tool/deeper/other.toml"):
+        (tmp_path / "recipes" / name).write_text("[tool]\nlevel = 3\n")
+    (tmp_path / "recipes" / "half.toml").write_text("name = ")
+    code, out, err = dray(tmp_path, "recipe", "list", *(["--json"] if as_json else []))
+    names = [entry["name"] for entry in json.loads(out)] if as_json else [line.split()[0] for line in out.splitlines()]
+    assert (code, names) == (0, ["own"])
+    assert [line for line in err.splitlines() if line.startswith("dray: ")] == [
+        f"dray: warning: not listed: recipe {tmp_path}/recipes/half.toml is not valid TOML",
+        f"dray: warning: not listed: recipe {tmp_path}/recipes/tool/config.toml has 2 errors",
+    ]
+
+
+def test_without_docstrings_there_are_no_options(tmp_path: Path) -> None:
+    program = [sys.executable, "-OO", "-m", "dray"]
+    for words, code, line in (
+        (["--version"], 0, ""),
+        (["recipe", "list"], 78, "dray: python -OO drops the docstrings, in which dray has its options"),
+        (["finish", "x", "--code", "0"], 78, "dray: python -OO drops the docstrings, in which dray has its options"),
+    ):
+        ended = subprocess.run([*program, *words], cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stderr.partition("\n")[0]) == (code, line)
+
+
 def test_keys_of_one_table(dray: Dray) -> None:
     _, out, _ = dray(ROOT, "recipe", "keys", "train")
     names = [line.split()[0] for line in out.splitlines()[::2]]

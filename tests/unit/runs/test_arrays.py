@@ -13,7 +13,7 @@ import pytest
 
 from dray.cli import study as studies
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import replay, slurm, study
+from dray.runs import replay, slurm, study, submit
 from helpers import PYTHON, ROOT
 from slurms import Slurm
 
@@ -189,6 +189,47 @@ def test_where_sbatch_refuses_the_first_nothing_is_left(queue: Queue) -> None:
     assert list(queue.runs.iterdir()) == []
 
 
+@pytest.mark.parametrize("says", ["Invalid partition name specified", "Access/permission denied", ""])
+@pytest.mark.parametrize(
+    ("variables", "before"),
+    [
+        ({}, ["sbatch"]),
+        ({"SBATCH_QOS": "a b", "SBATCH_ACCOUNT": "p1"}, ["env", "SBATCH_ACCOUNT=p1", "SBATCH_QOS=a b", "sbatch"]),
+    ],
+)
+def test_a_refusal_shows_the_whole_command_to_type_again(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, says: str, variables: dict[str, str], before: list[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SBATCH_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code = f"echo 'sbatch: error: {says}' >&2; exit 1" if says else "exit 0"
+    (queue.slurm.folder / "bin" / "sbatch").write_text(f"#!/bin/bash\n{code}\n")
+    argv = ["sbatch", "--partition=g p", "multinode.sh", "--run=it's", "--", "train.py", "-p", "other"]
+    with pytest.raises(DrayError) as refused:
+        submit.submit(argv, queue.runs / "mine", "none", queue.folder)
+    assert shlex.split(refused.value.finding.where) == [*before, *argv[1:]]
+    if says.startswith("Invalid"):
+        assert refused.value.finding.found.startswith("--partition=g\n")
+
+
+def test_what_is_wrong_before_sbatch_keeps_its_own_place(queue: Queue) -> None:
+    (queue.folder / "file").touch()
+    with pytest.raises(ConfigError, match="the run folder cannot be created") as refused:
+        submit.submit(["sbatch", "multinode.sh"], queue.folder / "file" / "mine", "none", queue.folder)
+    assert refused.value.finding.where == str(queue.folder / "file")
+
+
+def test_a_job_that_has_begun_keeps_its_folder(queue: Queue) -> None:
+    """Such as that of a wrapper which waits for the job's end, and ends with its code."""
+    run = queue.runs / "mine"
+    (queue.slurm.folder / "bin" / "sbatch").write_text(f"#!/bin/bash\nmkdir '{run}/attempt-1'\nexit 3\n")
+    with pytest.raises(DrayError, match="sbatch failed with exit code 3"):
+        submit.submit(["sbatch", "multinode.sh"], run, "none", queue.folder)
+    assert (run / "attempt-1").is_dir()
+
+
 def test_where_sbatch_prints_no_number_all_stays(queue: Queue) -> None:
     """The tasks may be in the queue, and they read the file of tasks."""
     (queue.folder / "silent").touch()
@@ -235,7 +276,9 @@ def test_the_table_knows_one_that_waits_runs_and_is_cancelled(queue: Queue, caps
 
 
 @pytest.mark.hostile("arrays")
-@pytest.mark.parametrize("option", ["--array=1-3", "-a1-3", "--arr=2", "--nodes=2", "-N2", "--gres=gpu:2", "--time 8"])
+@pytest.mark.parametrize(
+    "option", ["--array=1-3", "-a1-3", "--arr=2", "--nodes=2", "-N2", "--gres=gpu:2", "--time 8", "--wait", "-W"]
+)
 def test_options_of_sbatch_that_a_study_decides(queue: Queue, option: str) -> None:
     with pytest.raises(ConfigError) as refused:
         studies.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs, sbatch=[option])

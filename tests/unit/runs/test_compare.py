@@ -136,14 +136,14 @@ def log(paths: RunPaths, losses: dict[int, float | None], *, step_s: float = 0.5
 
 
 PAGE = """\
-A: base
-B: slow
-differences, most important first:
+A: {a}
+B: {b}
+differences, A -> B, most important first:
   seed: train.seed: 42 -> 7
-losses first differ at step 3: 2.301 and 2.302
+losses first differ at step 3: A 2.301, B 2.302
 largest relative difference 4.3e-04
 only B logged 1 more step
-median speed: 20,000 -> 10,000 tokens/s (-50%)
+median speed, A -> B: 20,000 -> 10,000 tokens/s (-50%)
 """
 
 
@@ -161,12 +161,13 @@ def test_the_whole_page(base: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None
     other = planted(base.run.parent, "slow", "train.seed=7")
     log(base, {1: 2.5, 2: 2.4, 3: 2.301, 4: 2.1})
     log(other, {1: 2.5, 2: 2.4, 3: 2.302, 4: 2.1001, 5: 2.0}, step_s=1.0)
-    assert diff(base.run, "slow") == PAGE.splitlines()
+    assert diff(base.run, "slow") == PAGE.format(a=base.run, b=other.run).splitlines()
+    assert diff(other.folder, "slow")[:2] == [f"A: {other.folder}", f"B: {other.run}"]
     assert json.loads("\n".join(diff(base.run, "slow", "--json")))["losses"]["first"] == 3
 
 
 def losses_text(a: RunPaths, b: RunPaths) -> list[str]:
-    return [*compare.losses_text(compare.runs(a.run, b.run).losses)]
+    return [*verb.losses(compare.runs(a.run, b.run).losses)]
 
 
 def test_losses_that_are_identical(base: RunPaths) -> None:
@@ -191,7 +192,7 @@ def test_the_difference_of_two_losses(a: float | None, b: float | None, far: flo
 
 def test_two_runs_that_diverged_are_not_identical(base: RunPaths) -> None:
     log(base, {1: 3.0, 2: None})
-    assert losses_text(base, base) == ["losses first differ at step 2: not finite and not finite"]
+    assert losses_text(base, base) == ["losses first differ at step 2: A not finite, B not finite"]
     assert not replay.same(compare.runs(base.run, base.run).losses)
 
 
@@ -200,11 +201,11 @@ def test_one_bit_is_a_difference(base: RunPaths, tmp_path: Path) -> None:
     log(base, {1: 0.1 + 0.2})
     log(other, {1: 0.3})
     assert losses_text(base, other) == [
-        "losses first differ at step 1: 0.30000000000000004 and 0.3",
+        "losses first differ at step 1: A 0.30000000000000004, B 0.3",
         "largest relative difference 1.9e-16",
     ]
     log(other, {1: None})
-    assert losses_text(base, other) == ["losses first differ at step 1: 0.3 and not finite"]
+    assert losses_text(base, other) == ["losses first differ at step 1: A 0.3, B not finite"]
 
 
 def test_a_step_that_was_taken_again_counts_as_the_later_attempt_has_it(tmp_path: Path) -> None:

@@ -93,6 +93,25 @@ def again(paths: RunPaths, slurm: Slurm, _patch: object) -> None:
     slurm.has(18, "PENDING")
 
 
+def planning(paths: RunPaths, slurm: Slurm, _patch: object) -> None:
+    """A job of a plain sbatch that has made its folder, and has no plan yet."""
+    paths.plan.unlink()
+    (paths.run / "job.json").unlink()
+    (slurm.folder / "scontrol").write_text("ClusterName = local\nJobId=17 BatchFlag=1 Restarts=0\n")
+    slurm.has(17, "RUNNING")
+
+
+def requeued_elsewhere(paths: RunPaths, slurm: Slurm, _patch: object) -> None:
+    """By Slurm itself, on another cluster, an hour after the result."""
+    submitted(paths, cluster="other")
+    ended(paths, 75, Stop("preemption", "2026-11-24T05:00:00Z"))
+    slurm.has(17, "PENDING", submitted=time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 3600)))
+    for name in ("squeue", "scontrol"):
+        (slurm.folder / "bin" / name).write_text(
+            f'#!/bin/bash\n[[ "$*" == *--clusters=other* ]] && cat "{slurm.folder}/{name}"\n'
+        )
+
+
 def listed_again(paths: RunPaths, change: Callable[[], object]) -> None:
     """The change, over which the list's older summary is written: on a shared disk it may come late."""
     file = paths.run / "summary.json"
@@ -129,6 +148,8 @@ def same(run: Path) -> str:
         (again, "queued"),
         (lambda paths, *_: submitted(paths, job=18, ago=60), "lost"),
         (silent, "no result"),
+        (planning, "running"),
+        (requeued_elsewhere, "queued"),
         (lambda paths, *_: paths.plan.write_text("half of"), "lost"),
         (lambda paths, *_: paths.facts.unlink(), "lost"),
         (lambda paths, *_: paths.result.write_text("half of"), "no result"),
@@ -171,6 +192,8 @@ def test_so_it_does_of_a_run_without_an_attempt(
         (lambda paths, *_: listed_again(paths, lambda: begun(paths.run.parent, FACTS.model_copy(update={"job": 0}))),
          "no result"),
         (lambda paths, *_: listed_again(paths, lambda: ended(begun(paths.run.parent), 1)), "failed"),
+        (cancelled, "stopped"),
+        (lambda paths, *_: listed_again(paths, lambda: cancelled(paths)), "stopped"),
         (silent, "no result"),
         (lambda _paths, _slurm, patch: patch.setenv("PATH", "/nowhere"), "no result"),
         (lambda _paths, slurm, _: cluster(slurm, "elsewhere"), "no result"),
@@ -189,6 +212,13 @@ def test_a_killed_run_may_come_back(
     assert [same(paths.run), same(paths.run)] == [state, state]
 
 
+def test_a_summary_that_comes_late_does_not_hide_the_next_attempt(tmp_path: Path, slurm: Slurm) -> None:
+    paths = begun(tmp_path)
+    done(paths)
+    listed_again(paths, lambda: begun(tmp_path, FACTS.model_copy(update={"job": 0})))
+    assert same(paths.run) == "no result"
+
+
 def test_a_killed_run_is_read_whole_once(tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = begun(tmp_path)
     submitted(paths)
@@ -205,6 +235,10 @@ def test_a_killed_run_is_read_whole_once(tmp_path: Path, slurm: Slurm, monkeypat
     "change",
     [
         lambda paths: paths.node_log(0).write_text("it lived a minute ago\n"),
+        lambda paths: (paths.checkpoints / "lease.json").write_text("{}"),
+        lambda paths: (paths.run / "job-17.log").write_text("its script ended a minute ago\n"),
+        lambda paths: paths.stop.write_text("TERM\n"),
+        lambda paths: paths.plan.unlink(),
         lambda paths: paths.plan.write_text("half of"),
         lambda paths: paths.facts.write_text(paths.facts.read_text().replace("job=17", "job=0")),
         lambda paths: (paths.run / f"summary.json.part-{os.getpid()}").mkdir(),  # as on a read-only disk

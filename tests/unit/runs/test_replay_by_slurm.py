@@ -7,6 +7,7 @@ import os
 import shlex
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -18,6 +19,7 @@ from dray.facts import Facts
 from dray.runs import replay as replays
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
+from dray.runs.status import Watched
 from dray.runs.store import RunPaths
 from helpers import ROOT
 from slurms import Slurm
@@ -50,10 +52,12 @@ def replay(*words: str | Path) -> int:
     return int(app([str(word) for word in words], standalone_mode=False) or 0)
 
 
-def ran(runs: Path, *losses: float, run: str = "mine", words: tuple[str, ...] = (), code: int = 0) -> RunPaths:
+def ran(
+    runs: Path, *losses: float, run: str = "mine", words: tuple[str, ...] = (), code: int = 0, job: int = 17
+) -> RunPaths:
     """A run of Slurm's on two nodes, without the file of its submission."""
     facts = Facts(
-        scheduler="slurm", nodelist="n[1-2]", nodes=2, job=17, address="10.0.0.1", engine="apptainer",
+        scheduler="slurm", nodelist="n[1-2]", nodes=2, job=job, address="10.0.0.1", engine="apptainer",
         image=str(runs.parent / "i.sif"), image_variant="cpu",
     )  # fmt: skip
     paths = write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words), facts, runs=runs, run=run)[1]
@@ -113,6 +117,43 @@ def test_the_same_job_again(slurm: Slurm, tmp_path: Path, capsys: Capture) -> No
     assert (recipe.nodes, recipe.ranks_per_node, recipe.spares, recipe.max_requeues) == (2, 2, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("losses", "ends", "code", "told"),
+    [
+        ((2.0, 1.5), 0, 0, "losses are identical to the last bit in 2 steps"),
+        ((2.0, 1.25), 0, 1, "losses first differ at step 2: A 1.5, B 1.25"),
+        ((2.0,), 69, 69, "the replay failed with exit code 69: "),
+        ((), None, 1, "ended before its first attempt: see its output, job-42.log"),
+    ],
+)
+@pytest.mark.parametrize("option", ["--wait", "-W"])
+def test_one_that_waits_ends_with_the_code_of_the_job_or_of_the_comparison(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture,
+    losses: tuple[float, ...], ends: int | None, code: int, told: str, option: str,
+) -> None:  # fmt: skip
+    ran(tmp_path / "runs", 2.0, 1.5)
+    slurm.has(42, "PENDING")
+    waits = 0
+
+    def wait(_seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        assert waits < 9
+        if waits == 2:
+            slurm.lists()
+            folder = replayed(tmp_path)
+            queued = json.loads((folder / "job.json").read_text())
+            (folder / "job.json").write_text(json.dumps(queued | {"time": queued["time"] - 60}))
+        if waits == (3 if ends is not None else 0):  # a disk that shows it late
+            ran(tmp_path / "runs", *losses, run=replayed(tmp_path).name, code=ends or 0, job=42)
+
+    monkeypatch.setattr(verb, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(Watched, "ask_s", -1.0)
+    assert replay("mine", f"--sbatch={option}", "--sbatch=--time=10") == code
+    assert (option in given(tmp_path), "--time=10" in given(tmp_path)) == (False, True)
+    assert told in capsys.readouterr().out
+
+
 def test_without_the_file_of_its_submission_the_site_decides(slurm: Slurm, tmp_path: Path, capsys: Capture) -> None:
     ran(tmp_path / "runs", 2.0)
     assert replay("mine") == 0
@@ -137,7 +178,7 @@ def test_what_cannot_be_the_same_is_told_first(
     monkeypatch.setenv("DRAY_IMAGE", str(tmp_path / "other.sif"))
     assert replay("mine") == 0
     assert capsys.readouterr().out.splitlines()[:2] == [
-        "what cannot be the same:",
+        "what cannot be the same, run -> replay:",
         f"  image: image: {tmp_path}/i.sif -> {tmp_path}/other.sif",
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,6 +83,14 @@ def test_it_goes_on_while_steps_are_saved_and_as_often_as_the_recipe_says(root: 
         (2, "stopped", "the time limit", True),
     ]
     assert Result.model_validate_json(files.read(paths.result)) == third
+
+
+def test_it_goes_on_though_its_summary_for_lists_cannot_be_made(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dray.runs.finish.write_summary", Mock(side_effect=OSError("a stale file handle")))
+    result, paths = Run(root, tmp_path, "max_requeues=2").attempt(stopped=LIMIT, saved=20)
+    assert (asked(paths), result.status, capsys.readouterr().err) == ("requeue \n", "stopped", "")
 
 
 def test_an_attempt_that_saved_nothing_is_the_last(root: Path, tmp_path: Path) -> None:

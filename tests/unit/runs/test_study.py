@@ -103,6 +103,11 @@ again: dray study show {folder}
         code, out = shown(folder, capsys)
         assert (code, "losses: not compared yet; no two runs have logged the same step\n" in out) == (0, True)
 
+    def test_a_damaged_study_without_its_numbers(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path, "weak", 0)
+        ran(tmp_path, "r0", [5.0, 4.0])
+        assert shown(folder, capsys)[0] == 0
+
     def test_what_need_not_agree(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = made(tmp_path, "weak", 1, 2)
         ran(tmp_path, "r1", [5.0, 4.0])

@@ -19,7 +19,7 @@ import warm
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
-from dray.runs import causes, why
+from dray.runs import causes, stop_reason, why
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import summary
@@ -304,6 +304,41 @@ class TestStates:
         seen = status_of(paths.run, closely=True)
         assert (seen.state, seen.why, seen.finished) == ("stopped", reason, at)
         assert "before it could write a result" in "\n".join(status.text(seen))
+
+    @pytest.mark.parametrize(
+        ("log", "of", "reason"),
+        [
+            ("job-20.log", 20, "scancel"),
+            ("job-17_3.log", 20, "scancel"),  # the task of an array
+            ("job-17.log", 20, "scancel"),  # a job that follows another one, whose log it goes on with
+            ("job-19.log", 19, None),  # another job of the run
+        ],
+    )
+    def test_the_log_of_its_own_job(self, tmp_path: Path, log: str, of: int, reason: str | None) -> None:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S")
+        (tmp_path / log).write_text(f"slurmstepd: error: *** JOB {of} ON n1 CANCELLED AT {at} ***\n")
+        found = stop_reason.of_files(tmp_path / "attempt-1", 20, time.time() - 60)
+        assert (found.reason if found else None) == reason
+
+    def test_what_slurm_tells_of_a_requeued_job_is_the_later_attempt_s(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slurm, first = Slurm(tmp_path, monkeypatch), begun(tmp_path / "runs")
+        (slurm.folder / "scontrol").write_text("ClusterName = local\nJobId=17 JobState=CANCELLED Reason=None\n")
+        os.utime(first.plan, (1, 1))
+        begun(tmp_path / "runs")
+        report = why.look(first)
+        assert (report.status, report.reason, report.evidence) == ("lost", None, [])
+        assert why.look(RunPaths(first.run, 2)).reason == "scancel"
+
+    def test_a_log_that_is_a_broken_link(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        Slurm(tmp_path, monkeypatch)
+        run = tmp_path / "mine"
+        run.mkdir()
+        (run / "job.json").write_text(json.dumps({"job": 17, "time": 1.0, "argv": ["sbatch"]}))
+        (run / "job-17.log").write_text("it ends here\n")
+        (run / "job-16.log").symlink_to("gone")
+        assert why.of(run)[1].evidence[-1] == "job-17.log: it ends here"
 
     def test_sigterm_and_then_silence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A bare sbatch's log is in no run folder; what its script heard is. Nothing else tells, where Slurm is not."""

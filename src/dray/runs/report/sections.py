@@ -195,11 +195,11 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[Item]:
     rows = []
     for run in runs:
         for dataset, events in run.trace.evals.items():
-            losses = [(float(step), number(events[step], "loss")) for step in sorted(events)]
-            points = [(step, loss) for step, loss in losses if loss is not None]
+            losses = {step: number(events[step], "loss") for step in sorted(events)}
+            points = [(step, loss) for step, loss in losses.items() if loss is not None]
             if points:
                 step, loss = points[-1]
-                last = events[int(step)]
+                last = events[step]
                 series.append(Series(run.prefix + dataset, reduced(points), colour(len(series))))
                 measures = figure(number(last, "perplexity"), 2), figure(number(last, "accuracy"), 4)
                 rows.append((run.prefix + dataset, figure(step), figure(loss, 4), *measures))
@@ -217,8 +217,7 @@ def _step_times(run: Run) -> Iterator[Item]:
     rows = []
     for name, times in {"all nodes": trace.values("step_s"), **trace.nodes}.items():
         if ordered := sorted(times):
-            high = ordered[int(len(ordered) * 0.95)]
-            rows.append((name, statistics.median(ordered), ordered[0], high, ordered[-1]))
+            rows.append((name, statistics.median(ordered), ordered[0], ordered[int(len(ordered) * 0.95)], ordered[-1]))
     rows.sort(key=itemgetter(1), reverse=True)
     head = ("node", "median", "minimum", "95 %", "maximum")
     yield Table(f"{run.prefix}Step time", head, [(name, *map(seconds, times)) for name, *times in rows])
@@ -240,8 +239,10 @@ def _profile(run: Run) -> Iterator[Item]:
         (str(row.get("name"))[:120], figure(number(row, "calls")), figure(number(row, "ms"), 3),
          f"{number(row, 'share') or 0:.1%}") for row in profile["rows"]
     ])  # fmt: skip
-    total = figure(number(profile, "total_ms"), 2)
-    yield Text(f"Rank 0 alone. All {kind} took {total} ms. Trace, for ui.perfetto.dev: {profile['trace']}")
+    yield Text(
+        f"Rank 0 alone. All {kind} took {figure(number(profile, 'total_ms'), 2)} ms. "
+        f"Trace, for ui.perfetto.dev: {profile['trace']}"
+    )
 
 
 def _attempts(run: Run) -> Iterator[Item]:
@@ -263,8 +264,9 @@ def _attempts(run: Run) -> Iterator[Item]:
     head = ("attempt", "status", "nodes", "steps", "in the queue", "began", "ended")
     yield Table(f"{run.prefix}Attempts", head, rows)
     if failures:
-        caption = f"{run.prefix}First failure of each attempt and restart"
-        yield Table(caption, ("when", "attempt", "what failed"), failures)
+        yield Table(
+            f"{run.prefix}First failure of each attempt and restart", ("when", "attempt", "what failed"), failures
+        )
 
 
 def _start_up(runs: Sequence[Run]) -> Iterator[Item]:
@@ -305,8 +307,9 @@ def _node_starts(name: str, startup: Startup) -> Table:
 
 def _settings(run: Run) -> Iterator[Item]:
     if run.plan:
-        caption = f"{run.prefix}Each setting with its reason"
-        yield Table(caption, ("setting", "reason"), [*run.plan.reasons.items()], folded=True)
+        yield Table(
+            f"{run.prefix}Each setting with its reason", ("setting", "reason"), [*run.plan.reasons.items()], folded=True
+        )
 
 
 def _left_out(run: Run) -> Iterator[Text]:
