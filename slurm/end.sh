@@ -47,13 +47,11 @@ end::decided() { # what dray finish has decided: nothing, on with spare nodes (s
   local what nodes option
   local -a options
   [[ -s next ]] || return 0
-  {
-    read -r what nodes || true
-    mapfile -t options
-  } <next
+  mapfile -t options <next
+  read -r what nodes <<<"${options[0]}"
   # The image may be another user's.
   [[ "$what $nodes" =~ ^(requeue|spare)( [A-Za-z0-9][A-Za-z0-9._-]*)*\ ?$ ]] || plan::unknown next "$what $nodes"
-  for option in "${options[@]}"; do
+  for option in "${options[@]:1}"; do
     [[ "$option" =~ $end__option ]] || plan::unknown next "$option"
   done
   read -ra nodes <<<"$nodes"
@@ -61,7 +59,7 @@ end::decided() { # what dray finish has decided: nothing, on with spare nodes (s
     lost+=("${nodes[@]}")
   else
     trap '' "${job__signals[@]}"
-    end::requeue "${options[@]}"
+    end::requeue "${options[@]:1}"
   fi
 }
 
@@ -86,10 +84,9 @@ end::requeue() { # OPTION...: this job; where Slurm does not put it back, anothe
 }
 
 end::leave_out() { # OPTION...: the unfit `nodes`, at the job's next start. There are no options where scontrol answers only now
-  local -r before='ExcNodeList=([A-Za-z0-9][^[:space:]]*)'
   local option exclude="${nodes[*]-}"
   [[ -n "$exclude" ]] || return 0
-  [[ ! "$shown" =~ $before ]] || exclude="${BASH_REMATCH[1]} $exclude"
+  [[ ! "$shown" =~ ExcNodeList=([[:alnum:]][^[:space:]]*) ]] || exclude="${BASH_REMATCH[1]} $exclude"
   for option in "$@"; do
     [[ "$option" != --exclude=* ]] || exclude="${option#*=}"
   done

@@ -116,6 +116,14 @@ def read(path: Path) -> Sif:
         raise ConfigError("the image cannot be read", where=path, found=error.strerror) from error
 
 
+def require_machine(path: Path, *, what: str, where: object, fix: str) -> None:
+    """Refuse a SIF for another architecture: its programs would end in `exec format error`."""
+    found, machine = read(path).architecture, platform.machine()
+    wanted = MACHINES.get(machine, machine)
+    if found != wanted:
+        raise ConfigError(f"the {what} is for another architecture", where=where, wanted=wanted, found=found, fix=fix)
+
+
 def _read(path: Path, file: IO[bytes]) -> Sif:
     size = file.seek(0, 2)
     head = _at(file, 0, _HEADER.size)
