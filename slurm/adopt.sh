@@ -25,10 +25,7 @@ adopt::names() { # of the images that were adopted, a line each
 adopt::find() { # NAME|FILE: the image that was adopted under this name, or from this file
   local image
   for image in {"$DRAY_HOME/build","$runs/.adopted"}/dray-*/image.sif; do
-    if adopt::is "$image" && [[ "$image" == */"dray-$1/image.sif" || "$(readlink -- "${image%/*}/source")" == "$1" ]]; then
-      printf '%s\n' "$image"
-      return
-    fi
+    adopt::is "$image" && [[ "$image" == */"dray-$1/image.sif" || "$(readlink -- "${image%/*}/source")" == "$1" ]] && { echo "$image"; return; }
   done
   return 1
 }
@@ -60,7 +57,7 @@ adopt::unchanged() { # IMAGE
 adopt::make() { # FILE [--name NAME] [--force]: prints the image; its own Python makes the folder
   local -r file="$1"
   local facts folder_mode image name code=0
-  local -a folders=("$DRAY_HOME" "$file") mounts
+  local -a folders=("$DRAY_HOME" "$file") mounts read_only
   shift
   [[ "$engine" == apptainer || "$engine" == singularity ]] || job::die 78 "$engine does not start an adopted image, which is a SIF" \
     "found:  adopted=$file" "fix:    use a node with apptainer or singularity, or leave it out: adopted="
@@ -69,9 +66,6 @@ adopt::make() { # FILE [--name NAME] [--force]: prints the image; its own Python
     "fix:    correct the path: adopted=/WHOLE/PATH/OF/A.sif"
   [[ "$(engine::kind "$file")" == sif ]] || job::die 78 "the image is no SIF" "where:  $file" \
     "fix:    of an archive or a folder of OCI make one first: $engine build x.sif docker-archive:$(printf %q "$file")"
-  # Only where the checkout cannot be written, the image is beside the runs.
-  [[ -d "$DRAY_HOME/build" && -w "$DRAY_HOME/build" || ! -e "$DRAY_HOME/build" && -w "$DRAY_HOME" ]] || job::runs
-  [[ ! -d "$runs" ]] || folders+=("$runs")
   # Where pip looks is the user's to say. An address may have a password, and all users of this machine see a command line.
   name="${XDG_CONFIG_HOME:-${HOME:-}/.config}/pip/pip.conf"
   [[ -n "${PIP_CONFIG_FILE:-}" || ! -f "$name" ]] || local PIP_CONFIG_FILE="$name"
@@ -83,7 +77,14 @@ adopt::make() { # FILE [--name NAME] [--force]: prints the image; its own Python
   facts="$(stat --dereference --format="$adopt__facts" -- "$file")"
   folder_mode="$(stat --format=%a -- "$(dirname -- "$(realpath -- "$file")")")"
   engine::mounts
-  image="$("$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd --contain "${mounts[@]}" --pwd=/ "$file" env PYTHONDONTWRITEBYTECODE=1 \
+  # The image may be anybody's: it writes where its folder will be, which is beside the runs if the checkout cannot be written.
+  read_only=("${mounts[@]/%/,ro}") folders=()
+  (umask 022 && mkdir -p -- "$DRAY_HOME/build") 2>/dev/null || true
+  [[ -d "$DRAY_HOME/build" && -w "$DRAY_HOME/build" ]] || job::runs "$runs/.adopted"
+  [[ ! -d "$DRAY_HOME/build" ]] || folders+=("$DRAY_HOME/build")
+  [[ ! -d "$runs/.adopted" ]] || folders+=("$runs/.adopted")
+  engine::mounts
+  image="$("$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd --contain "${read_only[@]}" "${mounts[@]}" --pwd=/ "$file" env PYTHONDONTWRITEBYTECODE=1 \
     python3 -c 'import sys; sys.path.insert(0, sys.argv[1] + "/src"); from dray.images import adopted_folder; adopted_folder.main()' \
     "$DRAY_HOME" "$runs" "$file" "$facts" "$folder_mode" "$@")" || code=$?
   [[ "$code" =~ ^(0|2|69|70|75|78|129|130|143)$ ]] ||

@@ -118,8 +118,7 @@ end::follow() { # OPTION...: another job, once this one has ended
     "$DRAY_HOME/slurm/multinode.sh" --run="${attempt%/*}" "${given[@]}")
   # Where this job was submitted: a command's own files are looked for there.
   if answer="$(cd -- "${SLURM_SUBMIT_DIR:-.}" && timeout 20 "${words[@]}" 2>&1)"; then
-    # A site's sbatch may print lines of its own.
-    [[ ! $'\n'"$answer" =~ $'\n'([0-9]+)(;[^$'\n']*)?($'\n'|$) ]] || answer="${BASH_REMATCH[1]}"
+    [[ ! $'\n'"$answer" =~ $'\n'([0-9]+)(;[^$'\n']*)?($'\n'|$) ]] || answer="${BASH_REMATCH[1]}" # a site's may print more
     echo "follow-on: job $answer goes on in this run folder once this one has ended"
   else
     echo "not submitted: $answer"

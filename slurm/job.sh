@@ -50,9 +50,9 @@ job::hub() { # HF_HOME, as the library has it where nobody sets it, if this user
     job::die 78 "the folder of HF_HOME cannot be made" "where:  $HF_HOME on node $(</proc/sys/kernel/hostname)" "fix:    export HF_HOME=FOLDER"
 }
 
-job::runs() { # makes the folder `runs`
-  (umask o-w && mkdir -p -- "$runs") 2>/dev/null || [[ -d "$runs" ]] || job::die 78 "the folder for runs cannot be made" \
-    "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
+job::runs() { # FOLDER: makes it
+  (umask o-w && mkdir -p -- "$1") 2>/dev/null || [[ -d "$1" ]] || job::die 78 "the folder for runs cannot be made" \
+    "where:  $1 on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
 }
 
 job::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and the settings of this task of an array, a line of FILE
@@ -301,7 +301,7 @@ job::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   engine="$(engine::found)"
   engine::forget
   image="$(plan::guess "${settings[@]}")"
-  job::runs
+  job::runs "$runs"
   while ((failed < ${#lost[@]})); do # once, and again with a spare node for each one that was lost
     failed=${#lost[@]} code=0
     plan::attempt "${settings[@]}"

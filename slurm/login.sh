@@ -77,7 +77,7 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
     made="$(mktemp -d -- "$folder/.made-XXXXXX")"
     where="$made"
   fi
-  job::runs
+  job::runs "$runs"
   folders+=("$DRAY_HOME" "$relay")
   for word in "${words[@]#*=}"; do
     [[ -z "$folder" || "$word" == /* && "$word" != "$folder"/* ]] || continue

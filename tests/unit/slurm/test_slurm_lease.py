@@ -36,9 +36,8 @@ def asked(
         os.chown(first / "attempt-2/facts.txt", 65534, -1)
     (Path(checkpoints or attempt.parent / "checkpoints") / "lease.json").write_text(lease or json.dumps(holder))
     tool = folder / "bin/squeue"
-    tool.write_text(
-        f'#!/bin/bash\n[[ -z "${{SQUEUE_STATES:-}}" && "$*" == "--array --noheader --format=%A --jobs=16" ]] || exit 64\n{squeue}\n'
-    )
+    words = "--array --noheader --format=%A --jobs=16"
+    tool.write_text(f'#!/bin/bash\n[[ -z "${{SQUEUE_STATES:-}}" && "$*" == "{words}" ]] || exit 64\n{squeue}\n')
     tool.chmod(0o755)
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "SLURM_JOB_ID": own,
            "SQUEUE_STATES": "PENDING"}  # fmt: skip

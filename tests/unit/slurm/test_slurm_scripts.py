@@ -230,7 +230,7 @@ class TestCorrections:
         assert f"  wanted: {layer}, a file of yours or of root's, and {record}\n" in ended.stderr
         assert f"  found:  {files}" in ended.stderr
         assert f"a file of user {os.geteuid()}" in ended.stderr
-        assert (f"cannot stat" in ended.stderr) == (not files)
+        assert ("cannot stat" in ended.stderr) == (not files)
 
     def test_the_engine_is_found_where_apptainer_is_not(self, job: Job) -> None:
         (job.bin / "apptainer").unlink()
