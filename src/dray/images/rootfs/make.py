@@ -58,8 +58,8 @@ def start_from(base: Path, scratch: Path) -> str:
             found="\n".join(done.err.strip().splitlines()[-3:]) or "no /usr/bin/env in it",
             fix=_FIX,
         )
-    found = _processor(program)
-    if found and found != _processor(Path(sys.executable)):
+    processor = _processor(program)
+    if processor and processor != _processor(Path(sys.executable)):
         wanted = f"a base for {platform.machine()}"
         raise ConfigError("the base is for another architecture", where=base, wanted=wanted, fix=_FIX)
     return unpacked.name

@@ -118,10 +118,11 @@ def read(path: Path) -> Sif:
 
 def require_machine(path: Path, *, what: str, where: object, fix: str) -> None:
     """Refuse a SIF for another architecture: its programs would end in `exec format error`."""
-    found, machine = read(path).architecture, platform.machine()
-    wanted = MACHINES.get(machine, machine)
-    if found != wanted:
-        raise ConfigError(f"the {what} is for another architecture", where=where, wanted=wanted, found=found, fix=fix)
+    architecture, machine = read(path).architecture, platform.machine()
+    own = MACHINES.get(machine, machine)
+    if architecture != own:
+        problem = f"the {what} is for another architecture"
+        raise ConfigError(problem, where=where, wanted=own, found=architecture, fix=fix)
 
 
 def _read(path: Path, file: IO[bytes]) -> Sif:
