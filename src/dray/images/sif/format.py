@@ -121,8 +121,9 @@ def require_machine(path: Path, *, what: str, where: object, fix: str) -> None:
     architecture, machine = read(path).architecture, platform.machine()
     own = MACHINES.get(machine, machine)
     if architecture != own:
-        problem = f"the {what} is for another architecture"
-        raise ConfigError(problem, where=where, wanted=own, found=architecture, fix=fix)
+        raise ConfigError(
+            f"the {what} is for another architecture", where=where, wanted=own, found=architecture, fix=fix
+        )
 
 
 def _read(path: Path, file: IO[bytes]) -> Sif:
