@@ -4,6 +4,9 @@
 # It uses what job::main has set: image, attempt, given, lost, stopped_by, stopped_at, began_at.
 # shellcheck disable=SC2154
 
+# The options of sbatch that src/dray/runs/requeue.py writes.
+readonly end__option='^--(exclusive|no-kill|open-mode=append|signal=B:USR1@[0-9]+|(job-name|account|qos|partition|time|constraint|reservation|licenses|mem|mem-per-cpu|cpus-per-task|gres|exclude|mail-user|mail-type|chdir|output)=[^[:cntrl:]]+)$'
+
 end::finish() { # CODE: result.json and the last words; without the image this script's own
   local ended=0 words webhook="${DRAY_WEBHOOK_FILE:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/webhook}"
   [[ -f "$webhook" ]] || webhook=""
@@ -44,37 +47,33 @@ end::decided() { # what dray finish has decided: nothing, on with spare nodes (s
   local what nodes option
   local -a options
   [[ -s next ]] || return 0
-  {
-    read -r what nodes || true
-    mapfile -t options
-  } <next
+  mapfile -t options <next
+  read -r what nodes <<<"${options[0]}"
   # The image may be another user's.
   [[ "$what $nodes" =~ ^(requeue|spare)( [A-Za-z0-9][A-Za-z0-9._-]*)*\ ?$ ]] || plan::unknown next "$what $nodes"
-  for option in "${options[@]}"; do
-    [[ "$option" =~ ^--[a-z-]+(=[^[:cntrl:]]+)?$ ]] || plan::unknown next "$option"
+  for option in "${options[@]:1}"; do
+    [[ "$option" =~ $end__option ]] || plan::unknown next "$option"
   done
   read -ra nodes <<<"$nodes"
   if [[ "$what" == spare ]]; then
     lost+=("${nodes[@]}")
   else
     trap '' "${job__signals[@]}"
-    end::requeue "${options[@]}"
+    end::requeue "${options[@]:1}"
   fi
 }
 
 end::requeue() { # OPTION...: this job; where Slurm does not put it back, another one with these options of sbatch
   local -r id="$(end::id)"
-  local answer shown option code=0 when="in two minutes at the earliest (BeginTime)"
+  local answer shown code=0 when="in two minutes at the earliest (BeginTime)"
   answer="$(timeout 20 scontrol requeue "$id" 2>&1)" || code=$?
   shown="$(timeout 20 scontrol show job "$id" 2>/dev/null)" || true
   if ((code == 0)); then
-    for option in "$@"; do
-      [[ "$option" != --exclude=* ]] || timeout 20 scontrol update job="$id" ExcNodeList="${option#*=}" >/dev/null ||
-        echo "warning: ExcNodeList cannot be set: Slurm may give this job the same nodes again"
-    done
+    end::leave_out "$@"
     [[ "$shown" != *ExpeditedRequeue=Yes* ]] || when="as soon as its nodes are free (--requeue=expedite)"
     echo "requeued: job $id goes on in this run folder; Slurm starts it $when"
   elif end::is_requeued; then
+    end::leave_out "$@"
     echo "requeued: by Slurm itself; job $id goes on in this run folder"
   elif ((code == 124 || $# == 0)) || [[ -z "$shown" ]]; then # a job beside one that was put back would do the same work
     echo "unknown whether job $id was requeued, since Slurm does not answer; look with squeue --job=$id"
@@ -82,6 +81,18 @@ end::requeue() { # OPTION...: this job; where Slurm does not put it back, anothe
     echo "not requeued: $answer"
     end::follow "$@"
   fi
+}
+
+end::leave_out() { # OPTION...: the unfit `nodes`, at the job's next start. There are no options where scontrol answers only now
+  local option exclude="${nodes[*]-}"
+  [[ -n "$exclude" ]] || return 0
+  [[ ! "$shown" =~ ExcNodeList=([[:alnum:]][^[:space:]]*) ]] || exclude="${BASH_REMATCH[1]} $exclude"
+  for option in "$@"; do
+    [[ "$option" != --exclude=* ]] || exclude="${option#*=}"
+  done
+  # Nodes that the user has left out must not come back.
+  [[ -n "$shown$*" ]] && timeout 20 scontrol update job="$id" ExcNodeList="${exclude// /,}" >/dev/null ||
+    echo "warning: ExcNodeList cannot be set: Slurm may give this job the same nodes again"
 }
 
 end::is_requeued() { # whether the job that is `shown` is back in the queue; its state is COMPLETING until this script has ended
@@ -107,7 +118,8 @@ end::follow() { # OPTION...: another job, once this one has ended
     "$DRAY_HOME/slurm/multinode.sh" --run="${attempt%/*}" "${given[@]}")
   # Where this job was submitted: a command's own files are looked for there.
   if answer="$(cd -- "${SLURM_SUBMIT_DIR:-.}" && timeout 20 "${words[@]}" 2>&1)"; then
-    echo "follow-on: job ${answer%%;*} goes on in this run folder once this one has ended"
+    [[ ! $'\n'"$answer" =~ $'\n'([0-9]+)(;[^$'\n']*)?($'\n'|$) ]] || answer="${BASH_REMATCH[1]}" # a site's may print more
+    echo "follow-on: job $answer goes on in this run folder once this one has ended"
   else
     echo "not submitted: $answer"
     printf '  fix:    %s\n' "type this on a login node:${SLURM_SUBMIT_DIR:+ cd $(printf '%q' "$SLURM_SUBMIT_DIR") &&}$(printf ' %q' "${words[@]}")"

@@ -22,16 +22,12 @@ engine::found() { # what is on this node; the planner says so where the site has
   ! command -v singularity >/dev/null || { echo singularity; return; }
   # Plugins of Slurm, which add options to srun. CSCS's own has Pyxis's too.
   help="$(srun --help 2>/dev/null)" || true
-  case "$help" in
-    *--environment*) echo edf ;;
-    *--container-image*) echo pyxis ;;
-    *)
-      command -v podman-hpc >/dev/null || job::die 69 "there is no container engine on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
-        "wanted: apptainer, singularity or podman-hpc, or an srun with --environment or --container-image" \
-        "fix:    load the site's module before sbatch, or in your ~/.bash_profile"
-      echo podman-hpc
-      ;;
-  esac
+  [[ "$help" != *--environment* ]] || { echo edf; return; }
+  [[ "$help" != *--container-image* ]] || { echo pyxis; return; }
+  command -v podman-hpc >/dev/null || job::die 69 "there is no container engine on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
+    "wanted: apptainer, singularity or podman-hpc, or an srun with --environment or --container-image" \
+    "fix:    load the site's module before sbatch, or in your ~/.bash_profile"
+  echo podman-hpc
 }
 
 engine::kind() { # FILE
@@ -51,18 +47,15 @@ engine::image() { # VARIANT|NAME|FILE: its file for this engine, or the one that
     adopt::image "$1"
     return
   fi
-  [[ -f "$image" ]] || job::die 78 "the image does not exist" "wanted: $image (the recipe's image is $1)" \
+  [[ -f "$image" ]] || job::die 78 "the image does not exist" "wanted: $image (the recipe's image is $1)" "found:  no file" \
     "fix:    $fix" "        or slurm/dray image adopt FILE; a job with adopted=FILE does it too"
   kind="$(engine::kind "$image")"
   # Apptainer and SingularityCE say themselves what is wrong with a file.
   [[ "$suffix" == sif || " $formats " == *" $kind "* ]] || job::die 78 "$engine does not start an image of this kind" \
     "where:  $image" "wanted: ${formats// / or }" "found:  $kind" "fix:    $fix"
-  if adopt::is "$image"; then # it is known by its folder
-    adopt::unchanged "$image"
-    realpath --no-symlinks -- "$image"
-  else
-    realpath -- "$image"
-  fi
+  adopt::is "$image" || { realpath -- "$image"; return; }
+  adopt::unchanged "$image"
+  realpath --no-symlinks -- "$image" # it is known by its folder
 }
 
 engine::inside() { # COMMAND...: in the image, which sees `folders`, the user's site files and HF_HOME; it stands in `where`

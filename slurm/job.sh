@@ -7,6 +7,7 @@ source "$DRAY_HOME/slurm/plan.sh"
 source "$DRAY_HOME/slurm/end.sh"
 
 export DRAY_HOME
+unset "${!SQUEUE_@}" "${!SINFO_@}" # squeue and sinfo would hide jobs and nodes
 readonly -a job__signals=(HUP INT TERM USR1 USR2)
 # What each task starts with: ATTEMPT SCRIPT. A node that does not see the run's folder cannot read a script in it, nor write into
 # its log: the exit code is all that srun can tell of it, and dray finish reads it in srun's words. It waits for the others, since
@@ -49,6 +50,11 @@ job::hub() { # HF_HOME, as the library has it where nobody sets it, if this user
     job::die 78 "the folder of HF_HOME cannot be made" "where:  $HF_HOME on node $(</proc/sys/kernel/hostname)" "fix:    export HF_HOME=FOLDER"
 }
 
+job::runs() { # FOLDER: makes it
+  (umask o-w && mkdir -p -- "$1") 2>/dev/null || [[ -d "$1" ]] || job::die 78 "the folder for runs cannot be made" \
+    "where:  $1 on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
+}
+
 job::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and the settings of this task of an array, a line of FILE
   given=("$@")
   [[ "${1:-}" == --tasks=* ]] || return 0
@@ -89,7 +95,7 @@ job::recipe() { # NAME: the recipe's file, seen from the folder of submission or
 }
 
 job::setting() { # KEY=VALUE: as the planner takes it; a SIF by its whole path
-  [[ "$1" != adopted=[!/]*[./]* ]] || set -- "adopted=$(cd -- "${SLURM_SUBMIT_DIR:-$PWD}" && realpath --no-symlinks -- "${1#adopted=}")"
+  [[ "$1" != adopted=[!/]*[./]* ]] || set -- "adopted=$(cd -- "${SLURM_SUBMIT_DIR:-$PWD}" && realpath --canonicalize-missing --no-symlinks -- "${1#adopted=}")"
   printf '%s\n' "$1"
 }
 
@@ -131,8 +137,8 @@ job::lease() { # for the ranks, which cannot ask Slurm: whether the job that has
   [[ -f "$lease" ]] && text="$(timeout 10 head --bytes=16384 -- "$lease" 2>/dev/null)" || return 0
   [[ "$text" =~ $holder && "${BASH_REMATCH[2]}" != "$SLURM_JOB_ID" ]] || return 0
   local -r token="${BASH_REMATCH[1]}" job="${BASH_REMATCH[2]}" facts="${BASH_REMATCH[3]}/attempt-${BASH_REMATCH[4]}/facts.txt"
-  # A number of another cluster's that has the same disk is unknown here too.
-  [[ -f "$facts" ]] && timeout 10 grep -qxF "cluster=${SLURM_CLUSTER_NAME:-}" -- "$facts" 2>/dev/null || return 0
+  # A number of another cluster's that has the same disk is unknown here too, and Slurm may hide other users' jobs (PrivateData).
+  [[ -f "$facts" && -O "$facts" ]] && timeout 10 grep -qxF "cluster=${SLURM_CLUSTER_NAME:-}" -- "$facts" 2>/dev/null || return 0
   if answer="$(timeout 10 squeue --array --noheader --format=%A --jobs="$job" 2>&1)"; then
     # Also while its nodes are still ending its processes. The other tasks of an array that has this number are other jobs.
     [[ "$answer" =~ ^[0-9$'\n']*$ && $'\n'"$answer"$'\n' != *$'\n'"$job"$'\n'* ]] || return 0
@@ -293,10 +299,9 @@ job::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   [[ -n "$recipe$given_image" || -z "$given_run" || ${#command[@]} -gt 1 ]] || plan::last
   [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
   engine="$(engine::found)"
-  image="$(plan::guess "${settings[@]}")"
   engine::forget
-  (umask o-w && mkdir -p -- "$runs") 2>/dev/null || [[ -d "$runs" ]] || job::die 78 "the folder for runs cannot be made" \
-    "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
+  image="$(plan::guess "${settings[@]}")"
+  job::runs "$runs"
   while ((failed < ${#lost[@]})); do # once, and again with a spare node for each one that was lost
     failed=${#lost[@]} code=0
     plan::attempt "${settings[@]}"

@@ -15,16 +15,6 @@ readonly -a login__commands=(sbatch squeue scancel scontrol sinfo sacct sacctmgr
 # What the site files name; bash reads no TOML.
 readonly -a login__of_sites=(CFS FAST MEMBERWORK MYSCRATCH MYSOFTWARE PROJECT PROJECTDIR PROJECTHOME PROJWORK PSCRATCH SCRATCH SCRATCHDIR USER WORK)
 
-login::relay() { # sets `relay`, a folder of this user's: bin/ has a program for each of Slurm's that is here
-  local name
-  relay="$(mktemp -d -- "${TMPDIR:-/tmp}/dray-relay-XXXXXX")"
-  mkdir -- "$relay/bin"
-  mkfifo -- "$relay/calls"
-  for name in "${login__commands[@]}"; do
-    ! command -v "$name" >/dev/null || ln --symbolic -- "$DRAY_HOME/slurm/slurm_command.sh" "$relay/bin/$name"
-  done
-}
-
 login::serve() { # answers each call, several at a time
   local call calls
   exec {calls}<>"$relay/calls" # also for writing: it never ends
@@ -44,11 +34,13 @@ login::answer() { # FOLDER
 }
 
 login::here() { # VERB [WORD...]: sets `words`, a SIF by its whole path; `image`; and the `folders` that it needs
-  local word
+  local word before=""
   words=()
-  for word in "$@"; do
-    words+=("$(job::setting "$word")")
-    [[ -n "$recipe" || "$word" != *.toml || ! -f "$word" ]] || recipe="$word"
+  while (($#)) && [[ "$1" != -- ]]; do # what follows is the command's own
+    words+=("$(job::setting "$1")")
+    [[ -n "$recipe" || "$1" != *.toml || ! -f "$1" || "$before" == --site ]] || recipe="$1"
+    before="$1"
+    shift
   done
   image="$(plan::guess "${words[@]}")"
   folders=("$runs" "$where" "$image")
@@ -56,6 +48,7 @@ login::here() { # VERB [WORD...]: sets `words`, a SIF by its whole path; `image`
     [[ ! -e "$word" ]] || folders+=("$(readlink -- "$word")")
   done
   ! adopt::is "$image" || [[ " ${words[*]} " != *" adopted="* && -z "$recipe" ]] || given_image="$image"
+  words+=("$@")
 }
 
 login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
@@ -67,10 +60,15 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
     "where:  PATH=$PATH" "fix:    load the site's module in your ~/.bash_profile there"
   engine="${engine##*/}"
   engine::forget
-  unset "${!SQUEUE_@}" # squeue would hide jobs
   job::hub
   trap '[[ -z "$server" ]] || kill -- "-$server" 2>/dev/null || true; rm -rf -- "$relay" "$made"' EXIT
-  login::relay
+  # A folder of this user's: bin/ has a program for each of Slurm's that is here.
+  relay="$(mktemp -d -- "${TMPDIR:-/tmp}/dray-relay-XXXXXX")"
+  mkdir -- "$relay/bin"
+  mkfifo -- "$relay/calls"
+  for word in "${login__commands[@]}"; do
+    ! command -v "$word" >/dev/null || ln --symbolic -- "$DRAY_HOME/slurm/slurm_command.sh" "$relay/bin/$word"
+  done
   if [[ -z "$folder" ]]; then
     exec </dev/null # no connection ends here, and Ctrl-C reaches the verb itself
     runs="$(realpath -m -- "${DRAY_RUNS:-runs}")"
@@ -79,7 +77,7 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
     made="$(mktemp -d -- "$folder/.made-XXXXXX")"
     where="$made"
   fi
-  mkdir -p -- "$runs"
+  job::runs "$runs"
   folders+=("$DRAY_HOME" "$relay")
   for word in "${words[@]#*=}"; do
     [[ -z "$folder" || "$word" == /* && "$word" != "$folder"/* ]] || continue
@@ -102,6 +100,7 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   else
     engine::inside "${verb[@]}" >/dev/null
     files=("$made"/*)
+    [[ -f "${files[0]}" ]] || job::die 1 "the command has written no file" "where:  $made" "found:  no file; the lines above say more"
     printf '%s\n' "${files[0]##*/}"
     cat -- "${files[0]}"
   fi

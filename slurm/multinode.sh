@@ -19,9 +19,7 @@ if [[ -z "${DRAY_HOME:-}" && ! -f "${script%/*}/job.sh" ]]; then
   [[ "$script" == /* ]] || script="${SLURM_SUBMIT_DIR:-$PWD}/$script" # Slurm records a path as it was typed
 fi
 DRAY_HOME="$(realpath --canonicalize-missing --no-symlinks -- "${DRAY_HOME:-${script%%/slurm/multinode.sh*}}")"
-if [[ ! -f "$DRAY_HOME/slurm/job.sh" ]]; then
-  echo "dray: there is no checkout of dray at $DRAY_HOME: export DRAY_HOME=CHECKOUT before sbatch" >&2
-  exit 78
-fi
+[[ -f "$DRAY_HOME/slurm/job.sh" ]] ||
+  { echo "dray: there is no checkout of dray at $DRAY_HOME: export DRAY_HOME=CHECKOUT before sbatch" >&2; exit 78; }
 source "$DRAY_HOME/slurm/job.sh"
 job::main "$@"

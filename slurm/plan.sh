@@ -87,10 +87,10 @@ plan::answer() { # KEY VALUE: what the nodes need of the plan, or a fact that wa
     *) printf -v "$key" '%s' "$value" ;;&
     engine) [[ -z "$given_image" ]] || image="$(engine::image cpu)" || exit ;;
     layer)
-      found="$(stat --dereference --format='%u' -- "$layer" "$layer.json" 2>&1)" || true
+      found="$(stat --dereference --format='a file of user %u' -- "$layer" "$layer.json" 2>&1)" || true
       # In the image all other users may look the same.
-      [[ "$found" =~ ^(0|$EUID)$'\n'[0-9]+$ ]] || job::die 78 "the layer is missing, or another user may change it, and every rank runs its code" \
-        "wanted: $layer and $layer.json, files of yours or of root's" "found:  owner ${found//$'\n'/, }" \
+      [[ "$found" =~ ^"a file of user "(0|$EUID)$'\n'"a file of user "[0-9]+$ ]] || job::die 78 "the layer is missing, or another user may change it, and every rank runs its code" \
+        "wanted: $layer, a file of yours or of root's, and $layer.json" "found:  ${found//$'\n'/, }" \
         "fix:    make it with dray image layer; or once you trust what is in it: cp $(printf %q "$layer"){,.json} $(printf %q "$DRAY_HOME")/build/"
       ;;
   esac

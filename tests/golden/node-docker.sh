@@ -53,7 +53,7 @@ node::need() { # PATH WANTED WHY
 # shellcheck disable=SC2317 # only a node with an adopted image calls it
 node::same() { # FILE WANTED WHY: an adopted image is used where it is, and its owner may have changed it
   local found
-  found="$(stat --dereference --format='owner %u, inode %i, %s bytes, changed %.9Y' -- "$1")" || true
+  found="$(stat --dereference --format='owner %u, inode %i, %s bytes, changed %.9Y' -- "$1" 2>&1)" || true
   [[ "$found" == "$2" ]] && return
   printf 'dray: %s was changed since it was adopted\n  where:  node %s\n  wanted: %s\n  found:  %s\n' \
     "$1" "$(node::host)" "$2" "$found" >&2

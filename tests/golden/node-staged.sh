@@ -64,11 +64,8 @@ node::start() { # COMMAND...
 
 # shellcheck disable=SC2317 # a trap calls it
 node::heard() { # SIGNAL
-  if [[ -z "$engine" ]]; then
-    early="$1"
-  else
-    kill "-$1" "$engine" 2>/dev/null || true
-  fi
+  [[ -n "$engine" ]] || { early="$1"; return 0; } # without a number it would be that of what the signal interrupted
+  kill "-$1" "$engine" 2>/dev/null || true
 }
 
 # Nothing of the run outlives this script. The runner has ended all, unless it was killed, as by a scancel: Slurm signals
@@ -133,7 +130,7 @@ node::need() { # PATH WANTED WHY
 # shellcheck disable=SC2317 # only a node with an adopted image calls it
 node::same() { # FILE WANTED WHY: an adopted image is used where it is, and its owner may have changed it
   local found
-  found="$(stat --dereference --format='owner %u, inode %i, %s bytes, changed %.9Y' -- "$1")" || true
+  found="$(stat --dereference --format='owner %u, inode %i, %s bytes, changed %.9Y' -- "$1" 2>&1)" || true
   [[ "$found" == "$2" ]] && return
   printf 'dray: %s was changed since it was adopted\n  where:  node %s\n  wanted: %s\n  found:  %s\n' \
     "$1" "$(node::host)" "$2" "$found" >&2
@@ -201,12 +198,9 @@ node::stage() { # IMAGE COPY SHA256: sets `image`: the copy, once it is proved, 
     digest="$(sha256sum <"$2")" || digest=""
     [[ "${digest%% *}" == "$3" ]] || wrong="has another digest, ${digest%% *}"
   fi
-  if [[ -z "$wrong" ]]; then
-    image="$2"
-  else
-    echo "dray: the image is read from the shared file: the copy on this node, $2, $wrong" >&2
-    rm -rf -- "$2" 2>/dev/null || true # it fills the disk, or the memory, and then this node's check may fail
-  fi
+  [[ -n "$wrong" ]] || { image="$2"; return; }
+  echo "dray: the image is read from the shared file: the copy on this node, $2, $wrong" >&2
+  rm -rf -- "$2" 2>/dev/null || true # it fills the disk, or the memory, and then this node's check may fail
 }
 
 node::stage '/my images/i.sif' '/local disk/dray-7-r.sif' 5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e70000

@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -99,8 +100,9 @@ def join_login_node() -> None:
 
 
 def _end_with(connection: int) -> None:
-    while os.read(connection, 4096):
-        pass
+    with suppress(ConnectionError):  # it was reset
+        while os.read(connection, 4096):
+            pass
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -115,10 +117,10 @@ def is_gone() -> bool:
 
 
 def refusal() -> DrayError | None:
-    """The error if output was lost; None if a reader has just closed its pipe (`| head`)."""
+    """The error if output was lost; None if a reader has just closed its pipe (`| head`), or reset the connection."""
     sys.stdout.flush()
     refused = _refused()
-    if refused is None or isinstance(refused, BrokenPipeError):
+    if refused is None or isinstance(refused, ConnectionError):
         return None
     return UnfitError("the output could not be written", where="standard output", found=refused.strerror)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from dray.images import adopted_folder, bundle, store
 from dray.images.fetch import sha256
 from dray.images.locks import lock
 from dray.images.sif import format as sif_format
-from dray.images.sif.format import MACHINES
 
 # What dray's own trainer needs, in the oldest version that it supports; `dray image adopt` notes what is missing.
 _TRAINER: dict[str, tuple[int, ...]] = {
@@ -80,15 +78,8 @@ def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, s
         where = _put(source, address, image, kept, say)
         link = image.with_name(adopted_folder.SOURCE)
         file = store.stat(link if link.is_symlink() else image)
-        sif = sif_format.read(image)
-        if sif.architecture != MACHINES.get(platform.machine()):
-            raise ConfigError(
-                "the image is for another architecture",
-                where=source,
-                wanted=MACHINES.get(platform.machine(), platform.machine()),
-                found=sif.architecture,
-                fix="take the image for this machine's architecture, or adopt this one on a machine that it fits",
-            )
+        fix = "take the image for this machine's architecture, or adopt this one on a machine that it fits"
+        sif_format.require_machine(image, what="image", where=source, fix=fix)
         say(f"dray: read {image.stat().st_size / 1e6:,.0f} MB for the digest")
         digest = sha256(image)
         say("dray: start the image to see what it has")
@@ -102,9 +93,10 @@ def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, s
         brought = adopted_folder.fill(
             new, found, name=name, source=where, file=file, sha256=digest, checkout=checkout, start=start
         )
-        if folder.exists():
-            folder.rename(Path(scratch) / "old")
-        new.rename(folder)
+        with interrupts.held_back():
+            if folder.exists():
+                folder.rename(Path(scratch) / "old")
+            new.rename(folder)
         kept.unlink(missing_ok=True)
     return Adopted(
         file=folder / adopted_folder.IMAGE,

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import time
 import tomllib
@@ -24,8 +25,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZipFile
 
-from dray import __version__, process
-from dray.contract import failures
+from dray import __version__, interrupts, process
+from dray.contract import exit_codes, failures
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.fetch import platforms, sha256
 from dray.images.locks import lock
@@ -39,6 +40,8 @@ VARIANTS = ("cpu", "cuda", "cuda12", "rocm", "rocm6")
 _PYTHON, _LIBC = (3, 11), (2, 28)
 # dray's requirements that only hosts need.
 _HOSTS = {"docker", "spython"}
+# The exit code of a failure without a code of its own, as in sysexits.h; slurm/adopt.sh knows it.
+_DEFECT = 70
 # Imports dray's planner and runner.
 _START = ("-B", "-c", "import dray.cli.app, dray.cli.plan, dray.runner.__main__, dray.tcp_store.handler")
 
@@ -169,7 +172,7 @@ def _packages(
     name = f"beside-{python}"
     places = [ours / name, ours]
     if not os.access(ours.parent, os.W_OK):
-        places.insert(0, folder.parent / "wheels" / name)
+        places.insert(0, folder.parent.parent / "wheels" / name)
     brought: dict[str, str] = {}
     while names := list(dict.fromkeys(_missing(asked, {**has, **brought}, pins))):
         for wheel in _wheels([pins[name] for name in names], python, places, source):
@@ -281,6 +284,8 @@ def put(source: Path, folder: Path, folder_mode: int, say: Callable[[str], None]
     if others:
         say(f"dray: it is copied, since others may write it: {others}")
         shutil.copyfile(source, folder / IMAGE)
+        # The copy may have another group.
+        (folder / IMAGE).chmod(0o644 if mode & 0o004 else 0o600)
     else:
         (folder / IMAGE).symlink_to(SOURCE)
 
@@ -345,17 +350,18 @@ def make(*, checkout: Path, runs: Path, source: Path, name: str, force: bool, fi
         digest = sha256(new / IMAGE)
         _say(f"  read in {time.monotonic() - began:.0f} s: sha256:{digest}")
         look = (checkout / "src" / "dray" / "checks" / "list_packages.py").read_text(encoding="utf-8")
-        found = json.loads(process.run([sys.executable, "-c", look]).out)
+        found = json.loads(process.run([sys.executable, "-c", look]).out.splitlines()[-1])  # an image may greet
         brought = fill(
             new, found, name=name, source=str(source), file=file, sha256=digest, checkout=checkout, start=_start
         )
         _say("  " + ", ".join(f"{package} {version}" for package, version in versions(found).items()))
         if brought:
             _say(f"  added beside it: {', '.join(brought)}")
-        if earlier:
-            earlier.rename(Path(scratch) / "old")
         try:
-            new.rename(folder)
+            with interrupts.held_back():
+                if earlier:
+                    earlier.rename(Path(scratch) / "old")
+                new.rename(folder)
         except OSError as error:
             if find(homes, str(source)) != folder:  # else another job was quicker
                 fix = "give another: slurm/dray image adopt FILE --name NAME"
@@ -374,8 +380,14 @@ def main() -> None:
     parser.add_argument("--name", default="")
     parser.add_argument("--force", action="store_true")
     try:
-        print(make(**vars(parser.parse_args())))
+        with interrupts.stoppable():
+            print(make(**vars(parser.parse_args())))
+    except KeyboardInterrupt as stopped:
+        name = str(stopped) or "SIGINT"
+        _say(f"dray: the adoption was stopped by {name}")
+        sys.exit(128 + signal.Signals[name])
     except Exception as raised:
-        error = failures.unexpected_error(raised)
+        error = failures.unexpected_error(raised, log=True)  # a file in /tmp would go with the container
         _say(f"dray: {error}")
-        sys.exit(error.exit_code)
+        code = error.finding.code
+        sys.exit(_DEFECT if code == exit_codes.FAILED else code)  # a Python that is too old for dray ends with 1

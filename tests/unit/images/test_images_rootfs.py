@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -28,6 +29,7 @@ from dray.images.build_output import build_log
 from dray.images.fetch import base_image as bases
 from dray.images.rootfs import docker_layer, squashfs
 from dray.images.rootfs import make as rootfs
+from dray.images.sif import format as sif_format
 from helpers import ROOT
 
 DIGEST = f"sha256:{'a' * 64}"
@@ -147,6 +149,39 @@ def test_tar_is_unpacked_without_devices(tmp_path):
     assert rootfs.start_from(tmp_path / "a base.tar", tmp_path / "scratch") == "base"
     found = sorted(str(path.relative_to(tmp_path / "scratch")) for path in (tmp_path / "scratch").rglob("*"))
     assert found == ["base", "base/usr", "base/usr/bin", "base/usr/bin/env"]
+
+
+@pytest.mark.parametrize(
+    ("here", "theirs", "names"),
+    [("x86_64", "aarch64", ("amd64", "arm64")), ("aarch64", "x86_64", ("arm64", "amd64"))],
+)
+def test_a_sif_for_another_architecture(here, theirs, names, tmp_path, monkeypatch):
+    """Apptainer would end in `exec format error` after minutes; a bundle has its base from another machine."""
+    (tmp_path / "squashfs").write_bytes(b"hsqs" + bytes(200))
+    (tmp_path / "scratch").mkdir()
+    base = tmp_path / "base.sif"
+    monkeypatch.setattr(platform, "machine", lambda: theirs)
+    sif_format.write(tmp_path / "squashfs", base, epoch=1, definition=b"a\n")
+    assert bases.local(str(base)) == base
+    monkeypatch.setattr(platform, "machine", lambda: here)
+    for refuse in (lambda: bases.local(str(base)), lambda: rootfs.start_from(base, tmp_path / "scratch")):
+        with pytest.raises(ConfigError, match="the base is for another architecture") as refused:
+            refuse()
+        details = refused.value.details
+        assert (details["where"], details["wanted"], details["found"]) == (str(base), *names)
+        assert "containers/base/make-base.sh" in details["fix"]
+
+
+@pytest.mark.parametrize("program", [b"\x7fELF" + bytes(14) + b"\x15\x00", b"#!/bin/sh\n"], ids=["ppc64le", "a script"])
+def test_a_tar_for_another_architecture(program, tmp_path):
+    (_rootfs(tmp_path / "made") / "usr/bin/env").write_bytes(program)
+    (tmp_path / "scratch").mkdir()
+    base = _tar(tmp_path / "made")
+    if program.startswith(b"#"):  # it tells nothing
+        assert rootfs.start_from(base, tmp_path / "scratch") == "base"
+    else:
+        with pytest.raises(ConfigError, match="the base is for another architecture"):
+            rootfs.start_from(base, tmp_path / "scratch")
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ def theirs(tmp_path: Path) -> Path:
     return file
 
 
+def login(job: Job, folder: Path, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """slurm/dray at a login node, in this folder."""
+    argv = ["bash", job.home / "slurm" / "dray", *words]
+    return subprocess.run(
+        argv, env={**job.env, **env}, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+
+
 def image_of(ended: subprocess.CompletedProcess[str]) -> Path:
     assert ended.returncode == 0, ended.stderr
     return Path(ended.stdout.split("image ")[1].partition("\n")[0])
@@ -60,7 +68,7 @@ def image_of(ended: subprocess.CompletedProcess[str]) -> Path:
 @pytest.mark.seconds
 def test_a_sif_is_adopted_on_the_way_and_once(job: Job, theirs: Path) -> None:
     before = theirs.stat()
-    ended = job.plan(f"adopted={theirs}", "--", "python3", "-c", "1")
+    ended = job.plan(f"adopted={theirs}", "--", "python3", "-c", "1", APPTAINERENV_PYTHONPATH="/not/the/image's")
     image = image_of(ended)
     folder = job.home / "build" / "dray-torch-2-9-ours"
     assert image == folder / "image.sif"
@@ -68,6 +76,7 @@ def test_a_sif_is_adopted_on_the_way_and_once(job: Job, theirs: Path) -> None:
     assert theirs.stat().st_nlink == before.st_nlink == 1
     described = json.loads((folder / "image.json").read_text())
     assert (described["source"], described["variant"]) == (str(theirs), "cpu")
+    assert described["pythonpath"] == job.env["PYTHONPATH"]
     assert described["file"] == store.stat(theirs)
     assert sorted(path.name for path in job.home.glob("build/*") if path.suffix != ".d") == [folder.name]
     (plan,) = (json.loads(path.read_text()) for path in job.runs.glob("*/attempt-1/plan.json"))
@@ -113,11 +122,13 @@ def test_a_file_that_was_changed_is_refused(job: Job, theirs: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_a_file_that_others_may_write_is_copied(job: Job, theirs: Path) -> None:
-    theirs.chmod(0o664)
+@pytest.mark.parametrize(("mode", "copy"), [(0o664, 0o644), (0o660, 0o600)])
+def test_a_file_that_others_may_write_is_copied(job: Job, theirs: Path, mode: int, copy: int) -> None:
+    theirs.chmod(mode)
     ended = job.plan(f"adopted={theirs}", "--", "python3", "-c", "1")
     image = image_of(ended)
-    assert "it is copied, since others may write it: its mode is 664" in ended.stderr
+    assert f"it is copied, since others may write it: its mode is {mode:o}" in ended.stderr
+    assert image.stat().st_mode & 0o777 == copy
     assert image.is_file()
     assert not image.is_symlink()
     assert image.read_bytes() == theirs.read_bytes()
@@ -133,6 +144,83 @@ def test_a_checkout_that_cannot_be_written(job: Job, theirs: Path) -> None:
     build.write_text("a file, since root may write into any folder")
     image = image_of(job.plan(f"adopted={theirs}", "--", "python3", "-c", "1"))
     assert image == job.runs / ".adopted" / "dray-torch-2-9-ours" / "image.sif"
+
+
+@pytest.mark.seconds
+def test_the_folder_of_runs_is_not_needed(job: Job, theirs: Path) -> None:
+    """Where the checkout can be written; Apptainer mounts no folder that is missing."""
+    for runs in (theirs.parent / "none", theirs / "none"):
+        ended = login(job, theirs.parent, "image", "adopt", theirs, "--force", DRAY_RUNS=str(runs))
+        assert ended.returncode == 0, ended.stderr
+        assert not runs.exists()
+
+
+@pytest.mark.seconds
+def test_what_an_image_sees_while_it_is_adopted(job: Job, theirs: Path) -> None:
+    """It may be anybody's, and all users of the machine see the command line."""
+    job.runs.mkdir()
+    apptainer = job.bin / "apptainer"
+    script = apptainer.read_text().partition("\n")[2]
+    job.tool("apptainer", f'#!/bin/bash\nprintf "%s\\n" "$@" >>"$SEEN.argv"\nenv -0 >"$SEEN.env"\n{script}')
+    index = "https://me:hush@index.invalid/simple"
+    ended = login(job, theirs.parent, "image", "adopt", theirs, PIP_INDEX_URL=index, PIP_CONFIG_FILE=os.devnull)
+    assert ended.returncode == 0, ended.stderr
+    argv = Path(f"{job.seen}.argv").read_text()
+    assert "hush" not in argv
+    mounts = [line for line in argv.splitlines() if line.startswith("--mount=")]
+    seen = ((job.home, ",ro"), (theirs, ",ro"), (job.home / "build", ""))
+    assert mounts == [f'--mount=type=bind,"src={path}","dst={path}"{mode}' for path, mode in seen]
+    environment = Path(f"{job.seen}.env").read_text().split("\0")
+    assert {f"APPTAINERENV_PIP_INDEX_URL={index}", f"SINGULARITYENV_PIP_CONFIG_FILE={os.devnull}"} <= {*environment}
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_adoption_that_is_stopped_leaves_nothing(
+    job: Job, theirs: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As scancel does it, and Ctrl-C, while the image's torch is imported."""
+    begun = tmp_path / "begun"
+    slow = f"import os, pathlib, time\npathlib.Path({str(begun)!r}).write_text(str(os.getppid()))\ntime.sleep(300)\n"
+    (tmp_path / "site" / "torch" / "__init__.py").write_text(slow)
+    argv = ["bash", job.home / "slurm" / "dray", "image", "adopt", theirs]
+    with subprocess.Popen(argv, env=job.env, cwd=tmp_path, text=True, stderr=subprocess.PIPE) as dray:
+        until(lambda: begun.exists() and begun.read_text(), dray.poll)
+        os.kill(int(begun.read_text()), number)
+        _, err = dray.communicate(timeout=60)
+    assert dray.returncode == 128 + number
+    assert err.endswith(f"dray: the adoption was stopped by {number.name}\n")
+    assert [path.name for path in (job.home / "build").iterdir() if path.suffix != ".d"] == []
+
+
+@pytest.mark.seconds
+def test_a_defect_shows_its_traceback(job: Job, theirs: Path) -> None:
+    """What it wrote into /tmp would go with the container."""
+    (job.home / "pyproject.toml").unlink()
+    (job.home / "pyproject.toml").write_text("[")
+    ended = login(job, theirs.parent, "image", "adopt", theirs)
+    assert ended.returncode == 70
+    assert "Traceback (most recent call last):" in ended.stderr
+    assert "dray: this is a defect of dray\n" in ended.stderr
+    assert ended.stderr.endswith("with the traceback above\n")
+
+
+@pytest.mark.seconds
+def test_an_option_that_adopt_does_not_have(job: Job, theirs: Path) -> None:
+    ended = login(job, theirs.parent, "image", "adopt", theirs, "--nmae", "x")
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert ended.stderr.endswith("unrecognized arguments: --nmae x\n")
+
+
+def test_wheels_are_kept_beside_the_runs(tmp_path: Path, monkeypatch) -> None:
+    """Where the checkout cannot be written, for the next image with this Python."""
+    (tmp_path / "containers").mkdir()
+    (tmp_path / "containers" / "venv.lock").write_text(f"a==2 --hash=sha256:{'0' * 64}\n")
+    places: list[Path] = []
+    monkeypatch.setattr(adopted_folder, "_wheels", lambda _pins, _python, found, _source: places.extend(found) or [])
+    folder = tmp_path / "runs" / ".adopted" / ".adopt-x" / "new"
+    adopted_folder._packages(folder, {}, ["a>=1"], tmp_path, source="/x.sif", python="3.12")
+    assert places[0] == tmp_path / "runs" / ".adopted" / "wheels" / "beside-3.12"
 
 
 @pytest.mark.slow
@@ -154,6 +242,7 @@ def test_jobs_that_adopt_the_same_at_once(job: Job, theirs: Path) -> None:
     [
         (("adopted=thers",), "there is no adopted image thers", "slurm/dray image adopt FILE.sif --name thers"),
         (("adopted=/none.sif",), "the image does not exist, or cannot be read", "correct the path: "),
+        (("adopted=none/x.sif",), "the image does not exist, or cannot be read", "correct the path: "),
         (("adopted=/etc/hostname",), "the image is no SIF", "of an archive or a folder of OCI make one first: "),
     ],
 )
@@ -165,6 +254,9 @@ def test_what_cannot_be_adopted(job: Job, theirs: Path, words: tuple[str, ...], 
     assert f"  fix:    {fix}" in refused.stderr
     if words == ("adopted=thers",):
         assert "or one of: torch-2-9-ours\n" in refused.stderr
+    elif words[0].startswith("adopted=none"):
+        assert f"  where:  {job.home}/none/x.sif on node " in refused.stderr
+        assert "  found:  no file\n" in refused.stderr
 
 
 @pytest.mark.parametrize("words", [("image=cuda",), ("image=cpuu",), ("image=cpu",), ()])
@@ -174,7 +266,10 @@ def test_a_layer_is_never_taken_for_an_image(job: Job, words: tuple[str, ...]) -
     assert refused.returncode == 78
     variant = "cuda" if words == ("image=cuda",) else "cpu"
     assert refused.stderr.startswith("dray: the image does not exist\n"), refused.stderr
-    assert f"wanted: {job.home}/build/dray-{variant}.sif (the recipe's image is {variant})\n" in refused.stderr
+    assert (
+        f"wanted: {job.home}/build/dray-{variant}.sif (the recipe's image is {variant})\n  found:  no file\n"
+        in refused.stderr
+    )
 
 
 @pytest.mark.seconds
@@ -183,10 +278,7 @@ def test_a_login_node_without_python(job: Job, theirs: Path) -> None:
     job.tool("sbatch", '#!/bin/bash\nprintf "%s\\n" "$@" >"$SEEN.sbatch"\necho 4711\n')
 
     def dray(*words: str) -> subprocess.CompletedProcess[str]:
-        argv = ["bash", job.home / "slurm" / "dray", *words]
-        return subprocess.run(
-            argv, env=job.env, cwd=theirs.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
+        return login(job, theirs.parent, *words)
 
     image = job.home / "build" / "dray-mine" / "image.sif"
     adopted = dray("image", "adopt", theirs.name, "--name", "mine")
@@ -234,6 +326,37 @@ def test_the_folder_of_a_new_file_is_mounted(words: tuple[str, ...], tmp_path: P
         argv, env=job.env, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     assert f'--mount=type=bind,"src={folder}","dst={folder}"' in ended.stdout.splitlines(), ended
+
+
+@pytest.mark.parametrize(
+    "words", [("--site", "site.toml", "mine.toml"), ("mine.toml", "--", "train.py", "image=rocm", "adopted=./x.sif")]
+)
+def test_which_words_name_the_image(words: tuple[str, ...], tmp_path: Path) -> None:
+    """The recipe's: no site file is one, and what follows -- is the command's own."""
+    job, folder = Job(tmp_path), tmp_path / "my dray" / "build" / "dray-theirs"
+    job.tool("apptainer", '#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    folder.mkdir()
+    image = folder / "image.sif"
+    image.touch()
+    described = {"name": "theirs", "source": "docker://x", "file": store.stat(image), "pythonpath": ""}
+    (folder / "image.json").write_text(json.dumps(described, indent=1))
+    (tmp_path / "mine.toml").write_text('adopted = "theirs"\n')
+    (tmp_path / "site.toml").write_text('name = "site"\n')
+    ended = login(job, tmp_path, "submit", *words)
+    lines = ended.stdout.splitlines()
+    assert f"DRAY_IMAGE={image}" in lines, ended
+    assert lines[-len(words) :] == list(words)
+
+
+def test_a_verb_that_brings_no_file(tmp_path: Path) -> None:
+    job, folder = Job(tmp_path), tmp_path / "remote"
+    job.tool("apptainer", "#!/bin/bash\n")
+    folder.mkdir()
+    argv = ["bash", job.home / "slurm" / "login.sh", folder, job.home / "build" / "dray-cpu.sif", folder, "1", "report"]
+    ended = subprocess.run(argv, env=job.env, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith(f"dray: the command has written no file\n  where:  {folder}/.made-")
+    assert ended.stderr.endswith("\n  found:  no file; the lines above say more\n")
 
 
 def test_ctrl_c_ends_the_verb_in_the_image(tmp_path: Path) -> None:

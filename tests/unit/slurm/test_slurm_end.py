@@ -7,9 +7,13 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from dray.planning.schema import Plan
+from dray.runs import requeue
 from helpers import ROOT, python
 
 SHOWN = "JobId=17 JobName=my run JobState={state} Restarts=0 BatchFlag=1"
@@ -96,6 +100,28 @@ def test_without_nodes_that_are_unfit(slurm: Slurm) -> None:
     assert "--exclude=n7,n9,n2,n5" in follow
 
 
+@pytest.mark.parametrize(
+    ("left_out", "excluded"), [("(null)", "n2,n5"), ("n[7-9],n11", "n[7-9],n11,n2,n5"), ("n2", "n2,n2,n5")]
+)
+@pytest.mark.parametrize("by_slurm", [False, True])
+def test_without_nodes_that_are_unfit_where_slurm_answers_late(
+    slurm: Slurm, left_out: str, excluded: str, *, by_slurm: bool
+) -> None:
+    """Dray finish has got no answer, and gives no options; the request to requeue may have had none either."""
+    state = "PENDING" if by_slurm else "COMPLETING"
+    shown = f"{SHOWN.format(state=state)}\n   ReqNodeList=(null) ExcNodeList={left_out}\n   NodeList=n2\n"
+    answers = {"scontrol requeue": "!Connection timed out"} if by_slurm else {}
+    done, calls = slurm.after("requeue n2 n5\n", answers=answers, JOB=shown)
+    assert calls == [["scontrol", "requeue", "17"], ["scontrol", "update", "job=17", f"ExcNodeList={excluded}"]]
+    assert done.stdout.startswith("requeued: ")
+
+
+def test_nodes_that_the_user_has_left_out_stay_out_where_slurm_does_not_answer(slurm: Slurm) -> None:
+    done, calls = slurm.after("requeue n2\n", JOB="")
+    assert calls == [["scontrol", "requeue", "17"]]
+    assert done.stdout.startswith("warning: ExcNodeList cannot be set: Slurm may give this job the same nodes again\n")
+
+
 def test_a_task_of_an_array_puts_back_itself_alone(slurm: Slurm) -> None:
     _, calls = slurm.after("requeue\n", SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="3")
     assert calls == [["scontrol", "requeue", "17_3"]]
@@ -145,6 +171,12 @@ def test_where_slurm_puts_nothing_back_another_job_follows(slurm: Slurm) -> None
     )
 
 
+def test_a_site_s_sbatch_may_print_more(slurm: Slurm) -> None:
+    answers = {**REFUSED, "sbatch --parsable": "sbatch: 5 credits are left\n18;cluster\nsbatch: have a nice day"}
+    done, _ = slurm.after(LIKE_THIS, answers=answers)
+    assert done.stdout.splitlines()[1:] == ["follow-on: job 18 goes on in this run folder once this one has ended"]
+
+
 def test_where_a_node_may_not_submit_the_line_is_printed(slurm: Slurm) -> None:
     answers = {**REFUSED, "sbatch --parsable": "!sbatch: error: Access/permission denied"}
     done, (_, follow) = slurm.after(LIKE_THIS, answers=answers)
@@ -168,11 +200,21 @@ def test_nothing_is_asked_where_nothing_is_decided(slurm: Slurm, decided: str) -
     [
         "cancel\n", "requeue $(touch bad)\n", "requeue -w\n", "requeue n2 n3,n4\n", "spare n2 -w\n", "x" * 5000,
         "requeue\n/tmp/evil.sh\n", "requeue\n-w\n", "requeue\n--wrap\t=x\n", "requeue\n--comment=a\x1b\n",
+        "requeue\n--wrap=x\n", "requeue\n--exclude\n", "requeue\n--no-kill=x\n", "requeue\n--signal=KILL\n",
     ],
 )  # fmt: skip
 def test_the_image_s_word_is_not_trusted(slurm: Slurm, tmp_path: Path, decided: str) -> None:
     done, calls = slurm.after(decided)
     assert (done.returncode, calls, (tmp_path / "bad").exists()) == (78, [], False)
+
+
+def test_all_options_of_dray_finish_reach_sbatch(slurm: Slurm) -> None:
+    shown = "".join(f"{field}=value " for field in requeue._OPTIONS.values())
+    plan = SimpleNamespace(recipe=SimpleNamespace(replaces_nodes=True), grace_s=60)
+    options = requeue.options(f"{shown}OverSubscribe=NO", cast("Plan", plan), ["n2"])
+    assert {option.partition("=")[0] for option in options} >= {f"--{name}" for name in requeue._OPTIONS}
+    _, (_, follow) = slurm.after("".join(f"{line}\n" for line in ("requeue n2", *options)), answers=REFUSED)
+    assert follow[4 : 4 + len(options)] == options
 
 
 def test_no_other_job_follows_where_slurm_does_not_answer(slurm: Slurm) -> None:

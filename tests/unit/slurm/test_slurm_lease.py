@@ -22,8 +22,9 @@ job::lease
 
 
 def asked(
-    folder: Path, squeue: str, *, checkpoints: str = "", own: str = "17", cluster: str = "lumi", lease: str = ""
-) -> str:
+    folder: Path, squeue: str, *, checkpoints: str = "", own: str = "17", cluster: str = "lumi", lease: str = "",
+    theirs: bool = False,
+) -> str:  # fmt: skip
     """What the ranks are told."""
     first, attempt = folder / "my runs/first", folder / "my runs/second/attempt-3"
     for made in (folder / "bin", first / "attempt-2", attempt, attempt.parent / "checkpoints"):
@@ -31,11 +32,15 @@ def asked(
     (first / "attempt-2/facts.txt").write_text("scheduler=slurm\ncluster=lumi\njob=16\n")
     holder = {"token": TOKEN, "node": "n1", "job": 16, "run": str(first), "attempt": 2, "since": "",
               "process": []}  # fmt: skip
+    if theirs:
+        os.chown(first / "attempt-2/facts.txt", 65534, -1)
     (Path(checkpoints or attempt.parent / "checkpoints") / "lease.json").write_text(lease or json.dumps(holder))
     tool = folder / "bin/squeue"
-    tool.write_text(f'#!/bin/bash\n[[ "$*" == "--array --noheader --format=%A --jobs=16" ]] || exit 64\n{squeue}\n')
+    words = "--array --noheader --format=%A --jobs=16"
+    tool.write_text(f'#!/bin/bash\n[[ -z "${{SQUEUE_STATES:-}}" && "$*" == "{words}" ]] || exit 64\n{squeue}\n')
     tool.chmod(0o755)
-    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "SLURM_JOB_ID": own}
+    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "SLURM_JOB_ID": own,
+           "SQUEUE_STATES": "PENDING"}  # fmt: skip
     argv = ["bash", "-c", SCRIPT, "job", str(attempt), checkpoints]
     done = subprocess.run(argv, env=env | {"SLURM_CLUSTER_NAME": cluster}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -69,3 +74,8 @@ def test_in_a_folder_of_the_recipe_s(tmp_path: Path) -> None:
 )
 def test_it_may_be_there(tmp_path: Path, squeue: str, changed: dict[str, str]) -> None:
     assert asked(tmp_path, squeue, **changed) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_job_of_another_user_may_be_hidden(tmp_path: Path) -> None:
+    assert asked(tmp_path, GONE, theirs=True) == ""

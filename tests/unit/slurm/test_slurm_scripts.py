@@ -211,6 +211,27 @@ class TestCorrections:
         ended = job.plan(f"--site={site}", "recipes/smoke-cpu.toml")
         assert f"engine pyxis\nimage {job.home}/build/dray-cpu.sqsh\n" in ended.stdout, ended.stderr
 
+    @pytest.mark.parametrize("owner", [None, 0, 65534])
+    def test_a_layer_s_owner_is_named(self, job: Job, tmp_path: Path, owner: int | None) -> None:
+        layer, record = tmp_path / "x.sif", tmp_path / "x.sif.json"
+        record.touch()
+        if owner is not None:
+            layer.touch()
+            if os.geteuid() == 0:
+                os.chown(layer, owner, owner)
+        script = 'source "$DRAY_HOME/slurm/job.sh"; runs=/r; plan::answer layer "$1"; echo taken'
+        argv = ["bash", "-euc", script, "job", layer]
+        ended = subprocess.run(argv, env=job.env, capture_output=True, text=True, check=False)
+        if layer.exists() and layer.stat().st_uid in (0, os.geteuid()):
+            assert (ended.stdout, ended.stderr) == ("taken\n", "")
+            return
+        files = f"a file of user {layer.stat().st_uid}, " if layer.exists() else ""
+        assert ended.returncode == 78
+        assert f"  wanted: {layer}, a file of yours or of root's, and {record}\n" in ended.stderr
+        assert f"  found:  {files}" in ended.stderr
+        assert f"a file of user {os.geteuid()}" in ended.stderr
+        assert ("cannot stat" in ended.stderr) == (not files)
+
     def test_the_engine_is_found_where_apptainer_is_not(self, job: Job) -> None:
         (job.bin / "apptainer").unlink()
         script = 'source "$DRAY_HOME/slurm/job.sh"; engine::found'

@@ -11,6 +11,7 @@ from dray.config import mirrors
 from dray.contract.findings import ConfigError
 from dray.images.fetch import sha256
 from dray.images.locks import lock
+from dray.images.sif import format as sif_format
 
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 
@@ -27,6 +28,8 @@ def local(base: str) -> Path | None:
     """The base's file if it is written as a path, which must exist."""
     path = Path(base).expanduser().resolve()
     if path.is_file():
+        if path.suffix == ".sif":
+            sif_format.require_machine(path, what="base", where=base, fix=f"make one: {_MAKE}")
         return path
     if path.exists() or base.startswith(("/", ".", "~")) or path.suffix in (".tar", ".sif"):
         raise ConfigError(

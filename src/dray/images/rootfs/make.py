@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
+import sys
 from pathlib import Path
 
 from dray import process
 from dray.contract.findings import ConfigError
 from dray.images.rootfs import ROOTFS
+from dray.images.sif import format as sif_format
+
+_FIX = "containers/base/make-base.sh bookworm build/base/bookworm.tar makes one"
 
 
 def build(*, definition: Path, out: Path, base: Path, scratch: Path, epoch: int) -> Path:
@@ -38,17 +43,30 @@ def start_from(base: Path, scratch: Path) -> str:
     unpacked = scratch / f"base{'.sif' if base.suffix == '.sif' else ''}"
     if base.suffix == ".sif":
         unpacked.symlink_to(base)
+        sif_format.require_machine(base, what="base", where=base, fix=_FIX)
         return unpacked.name
     unpacked.mkdir()
     # An ordinary user can make no devices, and a container has the host's anyway. `docker export` writes no ./.
     devices = ["--anchored", "--exclude=./dev/*", "--exclude=dev/*"]
     done = process.run(["tar", "--extract", "--file", base, "--directory", unpacked, *devices], check=False)
-    if done.code or not (unpacked / "usr" / "bin" / "env").exists():
+    program = unpacked / "usr" / "bin" / "env"
+    if done.code or not program.exists():
         raise ConfigError(
             "the base is not a root filesystem",
             where=base,
             wanted="the tar of a root filesystem, or a SIF",
             found="\n".join(done.err.strip().splitlines()[-3:]) or "no /usr/bin/env in it",
-            fix="containers/base/make-base.sh bookworm build/base/bookworm.tar makes one",
+            fix=_FIX,
         )
+    processor = _processor(program)
+    if processor and processor != _processor(Path(sys.executable)):
+        wanted = f"a base for {platform.machine()}"
+        raise ConfigError("the base is for another architecture", where=base, wanted=wanted, fix=_FIX)
     return unpacked.name
+
+
+def _processor(program: Path) -> bytes:
+    """The number that a program's ELF header has for its processor; empty for a script."""
+    with program.open("rb") as file:
+        head = file.read(20)
+    return head[18:] if head.startswith(b"\x7fELF") else b""

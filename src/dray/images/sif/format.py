@@ -116,6 +116,16 @@ def read(path: Path) -> Sif:
         raise ConfigError("the image cannot be read", where=path, found=error.strerror) from error
 
 
+def require_machine(path: Path, *, what: str, where: object, fix: str) -> None:
+    """Refuse a SIF for another architecture: its programs would end in `exec format error`."""
+    architecture, machine = read(path).architecture, platform.machine()
+    own = MACHINES.get(machine, machine)
+    if architecture != own:
+        raise ConfigError(
+            f"the {what} is for another architecture", where=where, wanted=own, found=architecture, fix=fix
+        )
+
+
 def _read(path: Path, file: IO[bytes]) -> Sif:
     size = file.seek(0, 2)
     head = _at(file, 0, _HEADER.size)

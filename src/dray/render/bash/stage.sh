@@ -19,10 +19,7 @@ node::stage() { # IMAGE COPY SHA256: sets `image`: the copy, once it is proved, 
     digest="$(sha256sum <"$2")" || digest=""
     [[ "${digest%% *}" == "$3" ]] || wrong="has another digest, ${digest%% *}"
   fi
-  if [[ -z "$wrong" ]]; then
-    image="$2"
-  else
-    echo "dray: the image is read from the shared file: the copy on this node, $2, $wrong" >&2
-    rm -rf -- "$2" 2>/dev/null || true # it fills the disk, or the memory, and then this node's check may fail
-  fi
+  [[ -n "$wrong" ]] || { image="$2"; return; }
+  echo "dray: the image is read from the shared file: the copy on this node, $2, $wrong" >&2
+  rm -rf -- "$2" 2>/dev/null || true # it fills the disk, or the memory, and then this node's check may fail
 }

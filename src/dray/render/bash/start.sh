@@ -38,11 +38,8 @@ node::start() { # COMMAND...
 
 # shellcheck disable=SC2317 # a trap calls it
 node::heard() { # SIGNAL
-  if [[ -z "$engine" ]]; then
-    early="$1"
-  else
-    kill "-$1" "$engine" 2>/dev/null || true
-  fi
+  [[ -n "$engine" ]] || { early="$1"; return 0; } # without a number it would be that of what the signal interrupted
+  kill "-$1" "$engine" 2>/dev/null || true
 }
 
 # Nothing of the run outlives this script. The runner has ended all, unless it was killed, as by a scancel: Slurm signals
