@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from dray.checks import isolated
 from dray.contract import exit_codes
 
-GROUPS = ("image", "device", "operators", "compilers")
+GROUPS = ("image", "device", "deepspeed_operators", "compilers")
 LIMIT = 600  # seconds; importing everything from a cold, busy file system takes minutes
 
 

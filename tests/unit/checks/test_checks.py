@@ -109,6 +109,10 @@ def run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
     return code
 
 
+def test_each_group_is_a_module() -> None:
+    assert [name for name in program.GROUPS if find_spec(f"dray.checks.{name}") is None] == []
+
+
 RUN = isolated.run
 NO_DEVICE = 'yield skipped("device", "none", fix="use one")\n'
 
