@@ -229,7 +229,7 @@ def test_a_driver_is_compared_where_a_gpu_is_seen(
     """By image.toml, in whose CUDA all minor versions are compatible; `other` is the image for an older driver."""
     fits = other is None
     torch = pytest.importorskip("torch")
-    from dray.checks import device, health
+    from dray.checks import device
 
     definition = tomllib.loads((root / "containers" / variant / "image.toml").read_text())
     image.write_text(json.dumps({"variant": variant, "accelerator": accelerator, "driver": definition["driver"]}))
@@ -241,7 +241,7 @@ def test_a_driver_is_compared_where_a_gpu_is_seen(
     monkeypatch.setattr(device, "_matmul", lambda _: "fast")
     monkeypatch.setattr(device, "ceiling", lambda _: 1.0)
     monkeypatch.setattr(node, "driver", lambda _: found)
-    monkeypatch.setattr(health, "of", lambda _: [])
+    monkeypatch.setattr(drivers, "health", lambda _: [])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: None)
     driver, works, *_ = device.results()
     assert (driver.level, works.level) == ("ok" if fits else "error", "ok")
@@ -266,8 +266,8 @@ def test_the_image_for_an_older_driver_is_known_by_its_own_description(
 
 def test_a_driver_whose_version_nobody_tells_is_tried() -> None:
     with pytest.raises(Skip, match="the version of the amdgpu driver is not known here"):
-        drivers.require("6.7", None, "rocm")
-    assert drivers.require(None, "1.0", "cuda") == "NVIDIA driver 1.0"
+        drivers.require_version("6.7", None, "rocm")
+    assert drivers.require_version(None, "1.0", "cuda") == "NVIDIA driver 1.0"
 
 
 def test_why_there_is_no_amd_device(tmp_path: Path) -> None:
