@@ -16,7 +16,7 @@ from typing import Any
 
 from dray.contract.dataset_name import BUILTIN, ending
 from dray.contract.findings import ConfigError
-from dray.train.data import chat, datasets_builders, files, remote, synthetic_corpus
+from dray.train.data import datasets_builders, encoding, files, remote, synthetic_corpus
 from dray.train.data.files import ARROW, builder_of, lines, opened, refusing_damage
 from dray.train.data.map_function import Map
 from dray.train.data.remote import Version
@@ -128,7 +128,7 @@ def _texts(row: object, place: str, columns: list[str], reading: Reading) -> Ite
                 files.no_column(place, column, [*mapped])
             cells.append(mapped[column])
         if reading.is_conversation and not reading.answer:
-            yield chat.conversation(cells[0], place, reading.column)
+            yield encoding.conversation(cells[0], place, reading.column)
             continue
         for column, cell in zip(columns, cells, strict=True):
             if not isinstance(cell, str | None):
@@ -142,7 +142,7 @@ def _texts(row: object, place: str, columns: list[str], reading: Reading) -> Ite
         if not reading.answer:
             yield cells[0] or ""
         elif all(cells):
-            yield chat.exchange(*cells)
+            yield encoding.exchange(*cells)
 
 
 def _rows(piece: Piece, columns: list[str] | None, reading: Reading) -> Iterator[Row]:
