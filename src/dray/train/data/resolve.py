@@ -93,7 +93,7 @@ def find_files(place: str, builder: str = "") -> tuple[str, ...]:
     """The files of a path, a folder, a pattern or a URL, in order; BUILDER:FILE if a builder of `datasets` reads it."""
     if place == BUILTIN:
         return (BUILTIN,)
-    known = formats.OWN_ENDINGS
+    known: tuple[str, ...] = formats.OWN_ENDINGS
     if builder:
         known = (f".{builder}", *(end for end, kind in ENDINGS.items() if kind == builder))
     endings = tuple(f"{end}{more}" for end in known for more in ("", *formats.COMPRESSED))
