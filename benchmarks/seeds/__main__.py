@@ -64,8 +64,8 @@ class Bench:
         (folder / "accelerate.yaml").write_text(ACCELERATE)
         (folder / "hostfile").write_text(f"localhost slots={RANKS}\n")
         made = (
-            "import json, sys; from dray.train.data import corpus\n"
-            "rows = [json.dumps({'text': text}) + '\\n' for text in corpus.documents()]\n"
+            "import json, sys; from dray.train.data import synthetic_corpus\n"
+            "rows = [json.dumps({'text': text}) + '\\n' for text in synthetic_corpus.documents()]\n"
             "border = len(rows) - len(rows) // 20\n"
             "open(sys.argv[1] + '/text.jsonl', 'w').writelines(rows[:border])\n"
             "open(sys.argv[1] + '/validation.jsonl', 'w').writelines(rows[border:])\n"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dray.checks import drivers, health, image
+from dray.checks import drivers, image
 from dray.checks.run_check import Skip, check
 from dray.contract import exit_codes, hardware, node
 from dray.contract.findings import DrayError, Finding, UnfitError
@@ -58,7 +58,7 @@ def _findings(rank: Rank) -> Iterator[Finding]:
         with suppress(RuntimeError):  # torch's, where there is no room for it: it is no condition
             rank.tell(tflops=round(ceiling(torch.device("cuda", rank.local)), 1))
         rank.tell(phase="health")
-        yield from health.of(torch.cuda.get_device_properties(rank.local))
+        yield from drivers.health(torch.cuda.get_device_properties(rank.local))
     except UnfitError as unfit:
         yield unfit.finding
     except RuntimeError as error:  # torch's, of the driver and of CUDA or HIP
@@ -91,7 +91,7 @@ def accelerator() -> str:
 
 def driver() -> str:
     """The driver's version. UnfitError: the image needs a newer one; Skip: it is not known."""
-    return drivers.require(image.declared().driver, node.driver(accelerator()), accelerator())
+    return drivers.require_version(image.declared().driver, node.driver(accelerator()), accelerator())
 
 
 def works(index: int) -> str:

@@ -116,11 +116,11 @@ def _check_together(rank: Rank) -> None:
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # else NCCL's ranks return before all have joined
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # a command that makes no group of gloo's needs no full mesh
     rank.phase("import torch")
-    collectives = importlib.import_module("dray.checks.collectives")
+    network = importlib.import_module("dray.checks.network")
     rank.phase("libraries")
     if rank.local == 0:
         importlib.import_module("dray.checks.abi").require(rank.plan, rank.node)
-    report = collectives.suite(rank, log)
+    report = network.suite(rank, log)
     if rank.number == 0:
         write_atomic(Path(rank.plan["folder"], run_folder.PREFLIGHT_REPORT), json.dumps(report, indent=1) + "\n")
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from dray.checks import __main__ as program
-from dray.checks import drivers, isolated
+from dray.checks import drivers
 from dray.checks import image as packages
 from dray.checks.run_check import Skip, check, passed, skipped
 from dray.contract import node
@@ -65,13 +65,13 @@ def test_a_group_that_ends_badly_keeps_its_results(
     if "deepspeed" in ending and find_spec("deepspeed"):
         pytest.skip("deepspeed is installed")
     name = module(tmp_path, monkeypatch, FIRST + ending)
-    assert list(isolated.run(name, tmp_path, limit=5)) == [FINE, last]
+    assert list(program.run_group(name, tmp_path, limit=5)) == [FINE, last]
 
 
 def test_what_libraries_print_is_not_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = 'os.system("echo noise"); print("more", flush=True)\n' + FIRST
     body += 'print("why", file=sys.stderr)\nyield Finding("second", found="bad", code=69)'
-    seen = list(isolated.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60))
+    seen = list(program.run_group(module(tmp_path, monkeypatch, body), tmp_path, limit=60))
     assert seen == [FINE, Finding("second", found="bad\nnoise\nmore\nwhy", code=69)]
 
 
@@ -82,7 +82,7 @@ def test_what_a_group_leaves_running_ends_with_it(tmp_path: Path, monkeypatch: p
     body = f"""import subprocess
 subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout=open({str(pipe)!r}, "w"))
 {FIRST}"""
-    assert list(isolated.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60)) == [FINE]
+    assert list(program.run_group(module(tmp_path, monkeypatch, body), tmp_path, limit=60)) == [FINE]
     ready, _, _ = select.select([reader], [], [], 30)
     assert ready, "the process still holds the pipe"
     assert os.read(reader, 1) == b""
@@ -91,7 +91,7 @@ subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout
 
 def test_checks_write_to_the_scratch_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = 'import tempfile\nyield passed("at", tempfile.gettempdir() + os.environ["HF_HOME"])'
-    [at] = isolated.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60)
+    [at] = program.run_group(module(tmp_path, monkeypatch, body), tmp_path, limit=60)
     assert at.found == f"{tmp_path}{tmp_path}"
 
 
@@ -100,7 +100,7 @@ def run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     name = module(tmp_path, monkeypatch, body)
-    monkeypatch.setattr(program.isolated, "run", lambda _, where, limit: RUN(name, where, limit=limit))
+    monkeypatch.setattr(program, "run_group", lambda _, where, limit: RUN(name, where, limit=limit))
     monkeypatch.setattr(program, "GROUPS", ("made_up",))
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     monkeypatch.setattr(sys, "argv", ["dray.checks", *arguments])
@@ -109,7 +109,11 @@ def run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
     return code
 
 
-RUN = isolated.run
+def test_each_group_is_a_module() -> None:
+    assert [name for name in program.GROUPS if find_spec(f"dray.checks.{name}") is None] == []
+
+
+RUN = program.run_group
 NO_DEVICE = 'yield skipped("device", "none", fix="use one")\n'
 
 
@@ -225,7 +229,7 @@ def test_a_driver_is_compared_where_a_gpu_is_seen(
     """By image.toml, in whose CUDA all minor versions are compatible; `other` is the image for an older driver."""
     fits = other is None
     torch = pytest.importorskip("torch")
-    from dray.checks import device, health
+    from dray.checks import device
 
     definition = tomllib.loads((root / "containers" / variant / "image.toml").read_text())
     image.write_text(json.dumps({"variant": variant, "accelerator": accelerator, "driver": definition["driver"]}))
@@ -237,7 +241,7 @@ def test_a_driver_is_compared_where_a_gpu_is_seen(
     monkeypatch.setattr(device, "_matmul", lambda _: "fast")
     monkeypatch.setattr(device, "ceiling", lambda _: 1.0)
     monkeypatch.setattr(node, "driver", lambda _: found)
-    monkeypatch.setattr(health, "of", lambda _: [])
+    monkeypatch.setattr(drivers, "health", lambda _: [])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: None)
     driver, works, *_ = device.results()
     assert (driver.level, works.level) == ("ok" if fits else "error", "ok")
@@ -262,8 +266,8 @@ def test_the_image_for_an_older_driver_is_known_by_its_own_description(
 
 def test_a_driver_whose_version_nobody_tells_is_tried() -> None:
     with pytest.raises(Skip, match="the version of the amdgpu driver is not known here"):
-        drivers.require("6.7", None, "rocm")
-    assert drivers.require(None, "1.0", "cuda") == "NVIDIA driver 1.0"
+        drivers.require_version("6.7", None, "rocm")
+    assert drivers.require_version(None, "1.0", "cuda") == "NVIDIA driver 1.0"
 
 
 def test_why_there_is_no_amd_device(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.checks import rdma
+from dray.checks import node_checks
 from dray.contract.findings import Finding
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="gcc makes the library")
@@ -121,26 +121,26 @@ def test_what_the_image_cannot_drive(
     found: list[tuple[str, str, int]],
 ) -> None:
     (tmp_path / "uverbs0").touch()
-    monkeypatch.setattr(rdma, "_FILES", tmp_path)
+    monkeypatch.setattr(node_checks, "_RDMA_FILES", tmp_path)
     library, sys = verbs(usable, warnings), sysfs(tmp_path, there)
     wanted = [Finding(problem, wanted=WANTED, found=devices, fix=FIX, code=code) for problem, devices, code in found]
-    assert rdma.cards(needed=True, sys=sys, library=library) == wanted
-    assert rdma.cards(needed=False, sys=sys, library=library) == [one._replace(code=0) for one in wanted]
+    assert node_checks.rdma_cards(needed=True, sys=sys, library=library) == wanted
+    assert node_checks.rdma_cards(needed=False, sys=sys, library=library) == [one._replace(code=0) for one in wanted]
     assert capfd.readouterr().err == ""
 
 
 def test_a_container_without_the_device_s_file(tmp_path: Path, verbs: Verbs) -> None:
     sys = sysfs(tmp_path, ["none_0"])
     (Path(sys) / "class/infiniband_verbs/uverbs0").rename(Path(sys) / "class/infiniband_verbs/uverbs4000")
-    (found,) = rdma.cards(needed=True, sys=sys, library=verbs([], []))
+    (found,) = node_checks.rdma_cards(needed=True, sys=sys, library=verbs([], []))
     assert found.problem == "RDMA would be off: the container's /dev/infiniband lacks them"
 
 
 def test_an_image_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "uverbs0").touch()
-    monkeypatch.setattr(rdma, "_FILES", tmp_path)
+    monkeypatch.setattr(node_checks, "_RDMA_FILES", tmp_path)
     library = str(tmp_path / "none" / "libibverbs.so.1")
-    (found,) = rdma.cards(needed=True, sys=sysfs(tmp_path, ["mlx5_0"]), library=library)
+    (found,) = node_checks.rdma_cards(needed=True, sys=sysfs(tmp_path, ["mlx5_0"]), library=library)
     assert found.problem.startswith(
         f"RDMA would be off: couldn't load driver {library}: cannot open shared object file"
     )

@@ -83,9 +83,9 @@ def test_a_signal_to_one_node_during_the_preflight_ends_all(
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import sys, time, types\n"
-        "collectives = types.ModuleType('dray.checks.collectives')\n"
-        "collectives.suite = lambda *_: time.sleep(600)\n"
-        "sys.modules['dray.checks.collectives'] = collectives\n"
+        "network = types.ModuleType('dray.checks.network')\n"
+        "network.suite = lambda *_: time.sleep(600)\n"
+        "sys.modules['dray.checks.network'] = network\n"
     )
     path = os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])
     nodes = [start(number, 2, f"node{number + 1}", PYTHONPATH=path) for number in range(2)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dray.checks import health, node_checks
+from dray.checks import drivers, node_checks
 from dray.contract import node
 from dray.contract.findings import Finding
 from dray.runner import preflight
@@ -463,7 +463,7 @@ FINE = {ECC: "0", PAGES: "No", CLOCKS: "0x0000000000000001", FAILED: "No", PENDI
     ],
 )
 def test_what_nvidia_smi_tells(told: dict[str, str], problem: str | None, level: str | None) -> None:
-    found = list(health.nvidia({**FINE, **told}))
+    found = list(drivers.nvidia_health({**FINE, **told}))
     assert [(one.problem, one.level) for one in found] == ([(problem, level)] if problem else [])
 
 
@@ -485,7 +485,7 @@ def test_each_field_is_asked_for_alone(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     about = type("Properties", (), {"uuid": "1f2e-3d", "pci_bus_id": 59})()
-    (found,) = health.of(about)
+    (found,) = drivers.health(about)
     assert found.found.startswith("2 since the driver was loaded")
     ends = [f"--{one}" for one in (
         "query-gpu=ecc.errors.uncorrected.volatile.total", "query-gpu=retired_pages.pending",
@@ -501,8 +501,8 @@ def test_each_field_is_asked_for_alone(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_what_amdgpu_counts(tmp_path: Path, text: str, seen: bool) -> None:
     (tmp_path / "umc_err_count").write_text(text)
-    assert bool(list(health.amd(tmp_path / "umc_err_count"))) == seen
-    assert list(health.amd(tmp_path / "none")) == []
+    assert bool(list(drivers.amd_health(tmp_path / "umc_err_count"))) == seen
+    assert list(drivers.amd_health(tmp_path / "none")) == []
 
 
 @pytest.mark.seconds
@@ -538,7 +538,7 @@ def test_a_gpu_goes_through_these_phases(several: dict[str, Any], monkeypatch: p
     for name in ("driver", "works", "right", "memory"):
         monkeypatch.setattr(device, name, lambda *_: "")
     monkeypatch.setattr(device, "ceiling", lambda _: 512.345)
-    monkeypatch.setattr(device.health, "of", lambda _: [Finding("slow", found="hot")])
+    monkeypatch.setattr(device.drivers, "health", lambda _: [Finding("slow", found="hot")])
     told: list[Any] = []
     rank = SimpleNamespace(plan=several, local=1, report=told.append, tell=lambda **fields: told.append(fields))
     device.of_rank(rank)

@@ -102,7 +102,7 @@ def test_a_node_that_answers_wrong_data_is_named(begin: Begin, tmp_path: Path) -
         "import sys\n"
         "class Late:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'dray.checks.collectives':\n"
+        "        if name == 'dray.checks.network':\n"
         "            import torch.distributed as d\n"
         "            gather = d.all_gather\n"
         "            d.all_gather = lambda pieces, own: gather(pieces, own ^ 1 if len(own) == 1 << 16 else own)\n"
@@ -170,9 +170,9 @@ def suite(rank, log):
     PLANTED
     rank.phase("done")
     return {}
-planted = types.ModuleType("dray.checks.collectives")
+planted = types.ModuleType("dray.checks.network")
 planted.suite = suite
-sys.modules["dray.checks.collectives"] = planted
+sys.modules["dray.checks.network"] = planted
 """
 
 
@@ -588,11 +588,11 @@ class TestTheSitesFabric:
     def require(
         self, used: transport.Transport | None, *, gpus: bool = True, best: float = 100.0, nodes=NODES, **fabric
     ) -> None:
-        collectives = pytest.importorskip("dray.checks.collectives")
+        network = pytest.importorskip("dray.checks.network")
         fabric = {"transport": ["cxi"], "min_bus_bandwidth_gb_s": 0.0, **fabric}
         plan = {"site": "site s", "fabric": fabric, "world": {"nodes": nodes}, "variant": "cuda" if gpus else "cpu"}
         rank = type("Rank", (), {"number": 1, "plan": plan, "node": "node2"})()
-        collectives._require_fabric(rank, used, best, [])
+        network._require_fabric(rank, used, best, [])
 
     def test_a_silent_fallback_is_refused_with_its_reason_and_fix(self) -> None:
         with pytest.raises(UnfitError) as unfit:
@@ -637,7 +637,7 @@ def test_no_collective_of_ours_pickles(begin: Begin) -> None:
         "import sys\n"
         "class Late:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'dray.checks.collectives':\n"
+        "        if name == 'dray.checks.network':\n"
         "            import torch.distributed as d\n"
         "            d.all_gather_object = d.broadcast_object_list = d.gather_object = refuse\n"
         "            sys.meta_path.remove(self)\n"
@@ -652,7 +652,7 @@ SLOW_RANK = """
 import os, sys, time
 class Late:
     def find_spec(self, name, path=None, target=None):
-        if name == 'dray.checks.collectives':
+        if name == 'dray.checks.network':
             import torch.distributed as d
             exchange = d.batch_isend_irecv
             def slowly(ways):

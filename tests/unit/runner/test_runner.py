@@ -190,8 +190,8 @@ def test_ranks_and_their_preflight_may_open_many_files(plan, start: Start, tmp_p
     (tmp_path / "sitecustomize.py").write_text(
         "import os, resource, sys\n"
         "started = next((name for name in ('dray.checks.rank', 'launcher') if name in sys.orig_argv), '')\n"
-        "collectives = sys.modules['dray.checks.collectives'] = type(sys)('dray.checks.collectives')\n"
-        "collectives.suite = lambda *_: {}\n"
+        "network = sys.modules['dray.checks.network'] = type(sys)('dray.checks.network')\n"
+        "network.suite = lambda *_: {}\n"
         "if started:\n"
         f"    with open(f'{tmp_path}/{{started}}.files', 'w') as told:\n"
         "        told.write(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))\n"

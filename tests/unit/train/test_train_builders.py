@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 import stores
 from dray.contract.findings import DrayError
-from dray.train.data import datasets, datasets_builders, formats, resolve, tokenizer
+from dray.train.data import datasets, formats, resolve, tokenizer
 from trainings import config
 
 # datasets leaves files of parquet to the garbage collector.
@@ -159,9 +159,9 @@ def test_nothing_is_left_and_no_hub_is_asked(tmp_path: Path) -> None:
         "import os, sys, socket\n"
         "def refuse(*_): raise SystemExit('asked the network')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
-        "from dray.train.data import datasets_builders\n"
-        "print(len([*datasets_builders.rows('webdataset', sys.argv[1], {})]), flush=True)\n"
-        "stream = datasets_builders.rows('webdataset', sys.argv[1], {})\n"
+        "from dray.train.data import formats\n"
+        "print(len([*formats.builder_rows('webdataset', sys.argv[1], {})]), flush=True)\n"
+        "stream = formats.builder_rows('webdataset', sys.argv[1], {})\n"
         "next(stream)\n"
         "os._exit(0)  # as a rank ends\n"
     )
@@ -183,7 +183,7 @@ def test_a_script_of_that_name_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert read(name, "txt") == TEXTS
     with pytest.raises(DrayError):
-        [*datasets_builders.rows("./webdataset", name, {})]
+        [*formats.builder_rows("./webdataset", name, {})]
 
 
 def test_other_arguments_make_other_tokens(tmp_path: Path) -> None:
@@ -211,6 +211,6 @@ def test_other_arguments_make_other_tokens(tmp_path: Path) -> None:
 def test_rows_of_a_slice(split: str, rows: tuple[int, int] | None) -> None:
     if rows is None:
         with pytest.raises(ValueError, match="Unrecognized"):  # a recipe with it is refused before
-            datasets_builders.slices(split, 1000)
+            formats.slice_bounds(split, 1000)
     else:
-        assert datasets_builders.slices(split, 1000) == [rows]
+        assert formats.slice_bounds(split, 1000) == [rows]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models  # noqa: E402
 
 from dray.contract.findings import ConfigError  # noqa: E402
 from dray.train import objectives  # noqa: E402
-from dray.train.data import chat, formats, resolve, tokenizer  # noqa: E402
+from dray.train.data import encoding, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.encoding import LAST_WORD, end_token  # noqa: E402
 from dray.train.data.token_cache import IDS, LABEL, LAST, Tokens  # noqa: E402
 from dray.train.loop.evaluate import Evaluated, Evaluator, Window, windows_of, windows_of_documents  # noqa: E402
@@ -53,8 +53,8 @@ def learned(template: str | None, *chats: list[dict]) -> tuple[list[str], int]:
     """Stretches of the labels, and how many documents there are."""
     tokens = tokenizer.of_bytes()
     tokens.chat_template = template
-    chat.ensure_template(tokens)
-    found = np.array(chat.encoder(tokens, end_token(tokens))([json.dumps(one) for one in chats]))
+    encoding.ensure_chat_template(tokens)
+    found = np.array(encoding.conversation_encoder(tokens, end_token(tokens))([json.dumps(one) for one in chats]))
     wanted = (found & LABEL) != 0
     edges = np.flatnonzero(np.diff(np.concatenate([[False], wanted, [False]]).astype(int)))
     texts = [tokens.decode(found[a:b] & IDS) for a, b in zip(edges[::2], edges[1::2], strict=True)]
@@ -81,14 +81,14 @@ def test_an_answer_that_begins_within_a_token_is_learned_whole() -> None:
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
-    found = np.array(chat.encoder(fast, end_token(fast))([json.dumps(said)]))
+    found = np.array(encoding.conversation_encoder(fast, end_token(fast))([json.dumps(said)]))
     assert fast.decode(found[(found & LABEL) != 0] & IDS) == " yes<|endoftext|>"
 
 
 def test_an_answer_to_nobody_is_read_and_not_learned() -> None:
     strict = "{% if not messages %}{{ raise_exception('no message') }}{% endif %}" + CHAT_ML
     assert learned(strict, [TURNS[2], *TURNS[1:3]])[0][0] == "The tug é.<|im_end|>"
-    assert chat.conversation(TURNS[2:3], "x", "messages") == ""
+    assert encoding.conversation(TURNS[2:3], "x", "messages") == ""
 
 
 def test_a_turn_that_is_shown_otherwise_later_is_read_and_not_learned() -> None:
@@ -106,10 +106,10 @@ def test_conversations_are_found_under_the_names_that_are_about() -> None:
     shared = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}, {"from": "human", "value": "Oh."}]
     plain = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
     for row in (shared, plain):
-        found = json.loads(chat.conversation(row, "x", "messages"))
+        found = json.loads(encoding.conversation(row, "x", "messages"))
         assert [(said["role"], said["content"]) for said in found] == [("user", "Who?"), ("assistant", "I.")]
-    assert chat.conversation(plain[:1], "x", "messages") == ""
-    assert [said["role"] for said in json.loads(chat.exchange("Who?", "I."))] == ["user", "assistant"]
+    assert encoding.conversation(plain[:1], "x", "messages") == ""
+    assert [said["role"] for said in json.loads(encoding.exchange("Who?", "I."))] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_conversations_are_found_under_the_names_that_are_about() -> None:
 )
 def test_what_is_no_conversation_is_refused(row: object) -> None:
     with pytest.raises(ConfigError, match="column 'messages' holds no conversations") as stopped:
-        chat.conversation(row, "my.jsonl", "messages")
+        encoding.conversation(row, "my.jsonl", "messages")
     assert "set data.answer_column too" in stopped.value.finding.fix
 
 

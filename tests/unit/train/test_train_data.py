@@ -25,7 +25,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import objectives  # noqa: E402
 from dray.train.checkpoint import manifest, shards, staging  # noqa: E402
-from dray.train.data import arrow, datasets, encoding, files, formats, resolve, synthetic_corpus, tokenizer  # noqa: E402
+from dray.train.data import arrow, datasets, encoding, formats, resolve, synthetic_corpus, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.feeds import Stream  # noqa: E402
 from dray.train.objectives.base import Objective  # noqa: E402
@@ -165,9 +165,9 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "d.parquet").write_text("")
-    names = [Path(name).name for name in files.find(str(tmp_path))]
+    names = [Path(name).name for name in resolve.find_files(str(tmp_path))]
     assert names == ["a.jsonl", "b.txt", "c.csv", "d.parquet"]
-    assert files.find(f"{tmp_path}/*.txt") == (str(tmp_path / "b.txt"),)
+    assert resolve.find_files(f"{tmp_path}/*.txt") == (str(tmp_path / "b.txt"),)
 
 
 def test_the_corpus_has_the_same_bytes_everywhere() -> None:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from dray.train.config import Config  # noqa: E402
 from dray.train.data import datasets, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.datasets import Datasets  # noqa: E402
-from dray.train.data.map_function import Map  # noqa: E402
+from dray.train.data.formats import Map  # noqa: E402
 from dray.train.data.token_cache import Tokens  # noqa: E402
 from trainings import Forks, Run, config  # noqa: E402
 

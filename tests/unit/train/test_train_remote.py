@@ -21,7 +21,7 @@ import stores
 from dray.contract.findings import DrayError
 from dray.train.data import formats, remote, resolve
 from dray.train.data.feeds import Stream
-from dray.train.data.map_function import Map
+from dray.train.data.formats import Map
 
 pytestmark = pytest.mark.torch
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dray.contract.trainer import dataset
-from dray.train.data import files, remote
+from dray.train.data import formats, remote
 
 _ROWS = 1024
 """Rows that are Python's objects at a time: a stream has a file open for each of many shards."""
@@ -64,7 +64,7 @@ def _sizes(file: Any) -> list[int]:  # noqa: ANN401  pyarrow has no types
 def _require(path: str, columns: list[str] | None, names: list[str]) -> None:
     for column in columns or ():
         if column not in names:
-            files.no_column(path, column, names)
+            formats.no_column(path, column, names)
 
 
 def _table(path: str) -> Any:  # noqa: ANN401  pyarrow has no types

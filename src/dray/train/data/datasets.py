@@ -19,8 +19,7 @@ from dray.train.config import Config
 from dray.train.data import formats, resolve
 from dray.train.data.encoding import LAST_WORD, PLAIN, Encoding, end_token
 from dray.train.data.feeds import Feed, Mapped, Mixed, Stream
-from dray.train.data.formats import Reading
-from dray.train.data.map_function import Map
+from dray.train.data.formats import Map, Reading
 from dray.train.data.order import Order
 from dray.train.data.packing import Packed, packed
 from dray.train.data.resolve import Dataset

@@ -1,25 +1,40 @@
-"""The rows of files as documents: a reader for each format."""
+"""The rows of files as documents: a reader for each format, also of compressed files, and the user's function."""
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
-import io
+import gzip
 import json
+import lzma
 import sys
-from collections.abc import Iterator, Mapping
+import traceback
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from io import BufferedReader, TextIOWrapper
 from itertools import accumulate, islice, pairwise
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn, cast
+from urllib.parse import urlsplit
 
-from dray.contract.findings import ConfigError
-from dray.contract.trainer.dataset import BUILTIN, ending
-from dray.train.data import chat, datasets_builders, files, remote, synthetic_corpus
-from dray.train.data.files import ARROW, builder_of, lines, opened, refusing_damage
-from dray.train.data.map_function import Map
+from dray.contract.findings import ConfigError, DrayError, counted, listed
+from dray.contract.trainer.dataset import BUILDERS, BUILTIN, ending
+from dray.train.data import encoding, remote, synthetic_corpus
 from dray.train.data.remote import Version
+from dray.train.errors import described
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+LINES, ARROW = (".txt", ".text", ".md", ".jsonl", ".ndjson"), (".parquet", ".arrow")
+OWN_ENDINGS = (*LINES, ".json", ".csv", ".tsv", *ARROW)
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_TAR_ENDS = 1024  # bytes of zeros
 
 Row = dict[str, Any]
 
@@ -61,24 +76,68 @@ class Piece:
         return replace(self, rows=(start + first, start + last))
 
 
-def has_groups(path: str) -> bool:
-    """Whether some of its rows can be read without those before them; a remote Arrow file is read as a whole."""
-    return _in_arrow(path) and (ending(path) == ".parquet" or "://" not in path)
+class Map:
+    """FILE.py:FUNCTION and the file's text, as a function from a row to rows. It is imported with its first row, so
+    that what it keeps between rows begins anew with each dataset."""
 
+    def __init__(self, text: str) -> None:
+        self.text = text
+        named, _, self._source = text.partition("\n")
+        self.file, _, self.name = named.rpartition(":")
+        self._function: Callable[[Row], Any] | None = None
+        self._importing = Lock()  # a stream's shards are read in threads
+        self._rows = self._dropped = self._added = 0
 
-def groups(path: str) -> list[tuple[int, int]]:
-    """The first row of each group of a file, and the one after its last."""
-    with refusing_damage(path):
-        return [*pairwise(accumulate(_arrow().group_sizes(path), initial=0))]
+    def __call__(self, row: Row, place: str) -> list[Row]:
+        """The rows that the function makes of this one."""
+        try:
+            with self._importing:
+                function = self._function = self._function or self._imported()
+            made = function(row)
+        except (Exception, SystemExit) as error:
+            raise self._failed(error, place) from error
+        rows = [made] if isinstance(made, dict) else [] if made is None else made
+        if not isinstance(rows, list) or not all(isinstance(new, dict) for new in rows):
+            raise ConfigError(
+                f"{self.name} of {self.file} did not return rows",
+                where=place,
+                wanted="None, a dict or a list of dicts",
+                found=f"{type(made).__name__}: {str(made)[:60]}",
+                fix=self._fix,
+            )
+        self._rows += 1
+        self._dropped += not rows
+        self._added += max(0, len(rows) - 1)
+        return rows
 
+    @property
+    def summary(self) -> str:
+        """How many rows the function has read, dropped and added, for the log."""
+        counts = f"{counted(self._rows, 'row')} read, {self._dropped:,} dropped, {self._added:,} added"
+        return f"{self.name} of {self.file}: {counts}"
 
-def _in_arrow(path: str) -> bool:
-    return ending(path) in ARROW and not builder_of(path)[0]
+    @property
+    def _fix(self) -> str:
+        return f"correct {self.file}, then check it: dray data inspect RECIPE"
 
+    def _imported(self) -> Callable[[Row], Any]:
+        module = ModuleType(f"dray_map_{self.file.removesuffix('.py')}")
+        module.__file__ = self.file
+        sys.modules[module.__name__] = module  # where dataclasses look for theirs
+        exec(compile(self._source, self.file, "exec"), module.__dict__)  # noqa: S102  the user's own
+        function: Callable[[Row], Any] = module.__dict__[self.name]
+        return function
 
-def _arrow() -> ModuleType:
-    """dray's use of pyarrow, which takes half a second to import, and which only some files need."""
-    return import_module("dray.train.data.arrow")
+    def _failed(self, error: BaseException, place: str) -> ConfigError:
+        """The user's error with the line of the file and the row."""
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
+        return ConfigError(
+            f"{self.name} of {self.file} failed",
+            where=f"{self.file}:{lines[-1]}" if lines else self.file,
+            wanted=f"None, a dict or a list of dicts for {place}",
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            fix=self._fix,
+        )
 
 
 def documents(piece: Piece, reading: Reading) -> Iterator[str]:
@@ -105,6 +164,35 @@ def count(piece: Piece, reading: Reading) -> int:
         return sum(1 for _ in _rows(piece, None, reading))
 
 
+def builder_of(name: str) -> tuple[str, str]:
+    """A file's builder, or nothing, and its path."""
+    builder, colon, path = name.partition(":")
+    return (builder, path) if colon and builder in BUILDERS and not path.startswith("//") else ("", name)
+
+
+def has_lines(name: str) -> bool:
+    """Whether reading may begin at any byte of the file."""
+    return ending(name) in LINES and not builder_of(name)[0] and _compression(name) not in COMPRESSED
+
+
+def has_groups(path: str) -> bool:
+    """Whether some of its rows can be read without those before them; a remote Arrow file is read as a whole."""
+    return _in_arrow(path) and (ending(path) == ".parquet" or "://" not in path)
+
+
+def groups(path: str) -> list[tuple[int, int]]:
+    """The first row of each group of a file, and the one after its last."""
+    with refusing_damage(path):
+        return [*pairwise(accumulate(_arrow().group_sizes(path), initial=0))]
+
+
+def slice_bounds(split: str, total: int) -> list[tuple[int, int]]:
+    """The first and last row of each slice, such as train[:1%], of so many rows."""
+    rows = "train[" + split.partition("[")[2]  # a split of the hub may have a name that it does not take
+    instructions = _datasets_library().ReadInstruction.from_spec(rows).to_absolute({"train": total})
+    return [(instruction.from_, instruction.to) for instruction in instructions]
+
+
 def _require_same(piece: Piece) -> None:
     """Refuse a remote file that was replaced: other ranks, or another attempt, have read the one before."""
     url = builder_of(piece.path)[1]
@@ -121,7 +209,7 @@ def _require_same(piece: Piece) -> None:
 def _texts(row: object, place: str, columns: list[str], reading: Reading) -> Iterator[str]:
     """The documents of one row."""
     if not isinstance(row, dict):
-        files.no_column(place, columns[0], [type(row).__name__])
+        no_column(place, columns[0], [type(row).__name__])
     rows = [row]
     if function := reading.map:
         rows, place = function(row, place), f"what {function.name} of {function.file} returned for {place}"
@@ -129,10 +217,10 @@ def _texts(row: object, place: str, columns: list[str], reading: Reading) -> Ite
         cells = []
         for column in columns:
             if column not in mapped:
-                files.no_column(place, column, [*mapped])
+                no_column(place, column, [*mapped])
             cells.append(mapped[column])
         if reading.is_conversation and not reading.answer:
-            yield chat.conversation(cells[0], place, reading.column)
+            yield encoding.conversation(cells[0], place, reading.column)
             continue
         for column, cell in zip(columns, cells, strict=True):
             if not isinstance(cell, str | None):
@@ -146,7 +234,7 @@ def _texts(row: object, place: str, columns: list[str], reading: Reading) -> Ite
         if not reading.answer:
             yield cells[0] or ""
         elif all(cells):
-            yield chat.exchange(*cells)
+            yield encoding.exchange(*cells)
 
 
 def _rows(piece: Piece, columns: list[str] | None, reading: Reading) -> Iterator[Row]:
@@ -157,7 +245,7 @@ def _rows(piece: Piece, columns: list[str] | None, reading: Reading) -> Iterator
         yield from _arrow().rows(path, columns, piece.rows)
         return
     if builder:
-        rows: Iterator[Row] = datasets_builders.rows(builder, path, reading.config_kwargs.get(builder, {}))
+        rows: Iterator[Row] = builder_rows(builder, path, reading.config_kwargs.get(builder, {}))
     elif path == BUILTIN:
         rows = _of_column(synthetic_corpus.documents(), columns)
     elif kind in (".csv", ".tsv"):
@@ -167,6 +255,69 @@ def _rows(piece: Piece, columns: list[str] | None, reading: Reading) -> Iterator
     else:
         rows = _of_column((line.rstrip("\r\n") for _, line in lines(path, *(piece.bytes or ()))), columns)
     yield from islice(rows, *(piece.rows or (None,)))
+
+
+def _in_arrow(path: str) -> bool:
+    return ending(path) in ARROW and not builder_of(path)[0]
+
+
+def _arrow() -> ModuleType:
+    """dray's use of pyarrow, which takes half a second to import, and which only some files need."""
+    return import_module("dray.train.data.arrow")
+
+
+def builder_rows(builder: str, path: str, options: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows by a builder of `datasets`; `options` are load_dataset's for it.
+
+    dray turns off all that `datasets` does beside reading: it runs no code of a dataset, asks no hub, keeps nothing
+    in a cache, and loses no row in silence.
+    """
+    number = 0
+    if builder == "webdataset" and path.lower().endswith(".tar"):
+        _require_whole_tar(path)
+    try:
+        with TemporaryDirectory(prefix="dray-datasets-") as cache:  # a stream uses it only until it is open
+            dataset = _datasets_library().load_dataset(
+                builder, data_files={"train": [path]}, split="train", streaming=True, cache_dir=cache,
+                **options,
+            )  # fmt: skip
+        for row in dataset:
+            yield row
+            number += 1
+    except (DrayError, OSError, EOFError, MemoryError):
+        raise
+    except ImportError as error:
+        raise remote.missing_package(error.name or builder, f"{builder}:", str(error)) from error
+    except Exception as error:  # of which builders have many kinds
+        if remote.is_networks(error):
+            raise
+        raise ConfigError(
+            "a shard of the dataset cannot be read",
+            where=f"after row {number} of {builder}:{path}",
+            wanted=f"rows that the datasets builder {builder} can read",
+            found=described(error.__cause__ or error.__context__ or error),
+            fix="write that file again; or set data.config_kwargs for its builder",
+        ) from error
+
+
+def _require_whole_tar(path: str) -> None:
+    """Python's tarfile takes an archive that ends between two files for a whole one."""
+    with opened(path) as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _TAR_ENDS))
+        if file.read() != bytes(_TAR_ENDS):
+            raise EOFError("the tar archive is cut off: the two empty blocks at its end are missing")
+
+
+def _datasets_library() -> Any:  # noqa: ANN401  it has no types
+    import datasets  # noqa: PLC0415  a second, and its packages are of the images and the training stack alone
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each use of a builder is told to the hub
+    datasets.config.STREAMING_READ_MAX_RETRIES = 1  # dray's own file systems have tried again
+    remote.register()
+    return datasets
 
 
 def _of_column(texts: Iterator[str], columns: list[str] | None) -> Iterator[Row]:
@@ -202,7 +353,7 @@ def parsed(text: str | bytes, place: str) -> Any:  # noqa: ANN401  any JSON valu
 
 def _csv_rows(path: str, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
-    with io.TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as text:
+    with TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as text:
         # strict: else a quote that nobody closes makes one document of the rest of the file.
         table = csv.DictReader(text, delimiter=delimiter, strict=True)
         try:
@@ -221,3 +372,61 @@ def _csv_rows(path: str, delimiter: str) -> Iterator[Row]:
                 found=error,
                 fix="correct that row (a quote may be unclosed), or convert the file to parquet",
             ) from error
+
+
+def lines(path: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, str]]:
+    """The lines that begin in that part of the file, each with the byte where it begins."""
+    with opened(path) as file:
+        place = begin
+        if place:  # the line that is under way here began in the piece before
+            file.seek(place - 1)
+            place += len(file.readline()) - 1
+        while (end is None or place < end) and (line := file.readline()):
+            yield place, line.decode("utf-8" if place else "utf-8-sig")  # with the mark that some editors write
+            place += len(line)
+
+
+def opened(path: str) -> BufferedReader:
+    """The file, as it was before it was compressed."""
+    kind = _compression(path)
+    if kind == ".zst":
+        return cast(BufferedReader, import_module("dray.train.data.arrow").unzstd(path))
+    source = remote.opened(path) if "://" in path else path
+    if kind in _OPENERS:
+        return cast(BufferedReader, _OPENERS[kind](source))
+    return Path(source).open("rb") if isinstance(source, str) else cast(BufferedReader, source)
+
+
+def _compression(path: str) -> str:
+    """The last part of the file's name, which names its compression."""
+    return PurePosixPath(urlsplit(path).path if "://" in path else path).suffix.lower()
+
+
+@contextmanager
+def refusing_damage(path: str) -> Iterator[None]:
+    """Turn errors of a reader into a ConfigError: the file is missing, forbidden, cut off or damaged."""
+    path = builder_of(path)[1]
+    try:
+        with remote.refusing_failures(path) if "://" in path else nullcontext():
+            yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "the dataset is not UTF-8", where=path, found=error, fix=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}'"
+        ) from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise ConfigError(
+            "the dataset cannot be read",
+            wanted=f"a whole {ending(path).removeprefix('.') or 'text'} file at {path}",
+            found=getattr(error, "strerror", None) or str(error).partition("\n")[0],
+            fix="check [data] in the recipe; or fetch or write that file again",
+        ) from error
+
+
+def no_column(path: str, column: str, found: list[str]) -> NoReturn:
+    """Refuse a dataset without this column."""
+    raise ConfigError(
+        f"there is no column {column!r}",
+        wanted=f"{column} in {path}",
+        found=listed(map(str, found)) or "none",
+        fix="set data.column to one of these",
+    )

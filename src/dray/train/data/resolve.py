@@ -6,20 +6,24 @@ number of readers, never on the rank.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from dray.contract.findings import ConfigError
-from dray.contract.trainer.dataset import HUB, parse
+from dray.contract.findings import ConfigError, listed
+from dray.contract.trainer.dataset import BUILTIN, ENDINGS, HUB, ending, parse
 from dray.train.collectives import on_rank_0
-from dray.train.data import datasets_builders, formats, hub
-from dray.train.data.files import Identity, builder_of, find, has_lines, identity
-from dray.train.data.formats import Piece, Reading
+from dray.train.data import formats, hub, remote
+from dray.train.data.formats import Piece, Reading, builder_of, refusing_damage
 
 _PIECE, _LEAST = 1 << 24, 1 << 14  # bytes of a file of lines; of a piece of it, where readers are many
 _AT_ONCE = 32  # footers
+
+Identity = tuple[tuple[Any, ...], ...]
+"""Files, each with what tells one version of it from another: a time, or a URL's size and tag."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,9 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
         if named.builder == HUB:
             parts = hub.dataset(name, split, streamed=streamed)
         else:
-            files = find(named.files, named.builder)
+            files = find_files(named.files, named.builder)
             parts = [(part if "[" in part else "", files) for part in (named.split or "train").split("+")]
-        return [(rows, identity(files)) for rows, files in parts]
+        return [(rows, _identity(files)) for rows, files in parts]
 
     is_remote = named.remote or (named.builder == HUB and (streamed or "[" in named.split))
     parts = on_rank_0(look) if is_remote else look()
@@ -85,6 +89,48 @@ def pieces(dataset: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
     return [Piece(path, *(part and tuple(part) for part in parts)) for path, *parts in on_rank_0(look)]
 
 
+def find_files(place: str, builder: str = "") -> tuple[str, ...]:
+    """The files of a path, a folder, a pattern or a URL, in order; BUILDER:FILE if a builder of `datasets` reads it."""
+    if place == BUILTIN:
+        return (BUILTIN,)
+    known: tuple[str, ...] = formats.OWN_ENDINGS
+    if builder:
+        known = (f".{builder}", *(end for end, kind in ENDINGS.items() if kind == builder))
+    endings = tuple(f"{end}{more}" for end in known for more in ("", *formats.COMPRESSED))
+    files = remote.files(place, endings) if "://" in place else _on_disk(place, endings)
+    if not files:
+        raise ConfigError(
+            "the dataset does not exist",
+            wanted=f"a file, a pattern that matches files, or a folder with files that end in {listed(known)}",
+            found=f"nothing at {place}",
+            fix="check [data] in the recipe",
+        )
+    kinds = [builder or ENDINGS.get(ending(file), "") for file in files]
+    return tuple(f"{kind}:{file}" if kind else file for kind, file in zip(kinds, files, strict=True))
+
+
+def _on_disk(place: str, endings: tuple[str, ...]) -> list[str]:
+    path = Path(place)
+    if path.is_dir():
+        return sorted(str(file) for file in path.rglob("*") if file.is_file() and str(file).lower().endswith(endings))
+    return [place] if path.exists() else sorted(map(str, path.parent.glob(path.name)))
+
+
+def _identity(names: tuple[str, ...]) -> Identity:
+    """The identity of these files; it changes when they change."""
+    urls = [name for name in names if "://" in name]
+    tags = dict(zip(urls, remote.versions([builder_of(url)[1] for url in urls]), strict=True))
+    return tuple((name, *(tags[name] if name in tags else _size_and_time(name))) for name in names)
+
+
+def _size_and_time(name: str) -> tuple[int, ...]:
+    if name == BUILTIN:
+        return ()
+    with refusing_damage(path := builder_of(name)[1]):
+        stat = os.stat(path)  # noqa: PTH116  a string, as all here
+    return stat.st_size, stat.st_mtime_ns
+
+
 def _pieces(files: Identity, size: int) -> list[Piece]:
     """Parts of the files that can be read without what is before them; of lines, with so many bytes."""
     grouped = [name for name, *_ in files if formats.has_groups(name)]
@@ -95,7 +141,7 @@ def _pieces(files: Identity, size: int) -> list[Piece]:
         whole = Piece(name, version=(version[0], version[1]) if "://" in name else None)
         if name in groups:
             found += [replace(whole, rows=rows) for rows in groups[name]]
-        elif has_lines(name):
+        elif formats.has_lines(name):
             end = version[0]
             found += [replace(whole, bytes=(begin, min(begin + size, end))) for begin in range(0, end, size)]
         else:
@@ -110,7 +156,7 @@ def _slice(rows: str, pieces: list[Piece], reading: Reading) -> list[Piece]:
     size = cache(lambda piece: formats.count(piece, reading))
     # The rows behind the end of [1000:2000] need no counting.
     total = sum(map(size, pieces)) if "%" in rows or "-" in rows else 1 << 62
-    ((first, last),) = datasets_builders.slices(rows, total)
+    ((first, last),) = formats.slice_bounds(rows, total)
     chosen, begin = [], 0
     for piece in pieces:
         if begin >= last:

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from dray.contract.findings import ConfigError
 from dray.train import errors, objectives
 from dray.train.config import Config
-from dray.train.data import chat, hub
+from dray.train.data import encoding, hub
 
 END, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 
@@ -21,7 +21,7 @@ def load(config: Config) -> PreTrainedTokenizerFast:
     else:
         tokenizer = of_bytes(mask=objective.needs_mask_token)
     if objective.conversations:
-        chat.ensure_template(tokenizer)
+        encoding.ensure_chat_template(tokenizer)
     return tokenizer
 
 

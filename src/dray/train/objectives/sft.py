@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dray.train.data import chat
-from dray.train.data.encoding import Encoding
+from dray.train.data.encoding import Encoding, conversation_encoder
 from dray.train.objectives.causal import Causal
 
 
@@ -13,7 +12,7 @@ class Sft(Causal):
     learned = "the assistant's messages of conversations"
     marked = True
     conversations = True
-    encoding = Encoding("sft", chat.encoder)
+    encoding = Encoding("sft", conversation_encoder)
 
 
 OBJECTIVE = Sft

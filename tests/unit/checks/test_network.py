@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytestmark = pytest.mark.torch
-links = pytest.importorskip("dray.checks.links")
+network = pytest.importorskip("dray.checks.network")
 
 NAMES = [f"n{number}" for number in range(1, 9)]
 # Two chips of a package: every second link has four times the speed.
@@ -14,7 +14,7 @@ CHIPS = {first: 48.0 if first % 2 else 200.0 for first in range(8)}
 
 def measured(nodes: int, each: int, slow: dict[tuple[int, int], float], usual: dict[int, float], *, inside: bool):
     """The links by what their ranks reach: the slower of both, 40 GB/s or what is `usual` after this member."""
-    rings = links.rings(nodes, each, inside=inside)
+    rings = network.rings(nodes, each, inside=inside)
     reached = [1000.0] * (nodes * each)
     for ring in rings:
         for member, rank in enumerate(ring):
@@ -22,14 +22,14 @@ def measured(nodes: int, each: int, slow: dict[tuple[int, int], float], usual: d
             gb_s = slow.get((rank, after), usual.get(member, 40.0))
             for end in (rank, after):
                 reached[end] = min(reached[end], gb_s)
-    return links.joined(reached, rings)
+    return network.join_links(reached, rings)
 
 
 @pytest.mark.parametrize(("nodes", "each"), [(3, 1), (8, 4), (1, 2), (5, 2), (2, 8), (1, 7)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_each_link_is_measured_once(nodes: int, each: int, inside: bool) -> None:
     members, rings = (each, nodes) if inside else (nodes, each)
-    of = links.rings(nodes, each, inside=inside)
+    of = network.rings(nodes, each, inside=inside)
     assert sorted(rank for ring in of for rank in ring) == list(range(nodes * each))
     if members > 1:
         found = measured(nodes, each, {}, {}, inside=inside)
@@ -61,7 +61,8 @@ def test_each_link_is_measured_once(nodes: int, each: int, inside: bool) -> None
 def test_a_slow_link_between_nodes_is_named(nodes: int, slow: dict, told: list[str], each: int) -> None:
     """Also if it is slow for one local rank alone."""
     ranks = {(a * each, b * each): gb_s for (a, b), gb_s in slow.items()}
-    assert links.slow(measured(nodes, each, ranks, {}, inside=False), NAMES[:nodes], each, inside=False) == told
+    links = measured(nodes, each, ranks, {}, inside=False)
+    assert network.describe_slow_links(links, NAMES[:nodes], each, inside=False) == told
 
 
 @pytest.mark.parametrize(
@@ -83,4 +84,5 @@ def test_a_slow_link_between_nodes_is_named(nodes: int, slow: dict, told: list[s
 )  # fmt: skip
 def test_a_slow_link_in_a_node_is_named(nodes: int, each: int, usual: dict, slow: dict, told: list[str]) -> None:
     """Held against the same two ranks of other nodes, where there are some."""
-    assert links.slow(measured(nodes, each, slow, usual, inside=True), NAMES[:nodes], each, inside=True) == told
+    links = measured(nodes, each, slow, usual, inside=True)
+    assert network.describe_slow_links(links, NAMES[:nodes], each, inside=True) == told
