@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-import trainings  # noqa: E402
-from helpers import runs, until  # noqa: E402
-from trainings import Forks, Run  # noqa: E402
+import trainings
+from helpers import runs, until
+from trainings import Forks, Run
 
 pytestmark = pytest.mark.torch
 # Its ranks end if the environment of the first one has what they wait for.
