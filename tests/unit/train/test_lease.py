@@ -208,6 +208,19 @@ def test_a_full_disk_leaves_no_file_without_a_name(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_server_that_fails_does_not_cost_the_holder_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Other(tmp_path, job=7, run_folder="/runs/other") as first:
+
+        def failing(*_: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output error"):
+            patched.setattr(os, "open", failing)
+            holding(tmp_path).acquire()
+        assert (tmp_path / NAME).exists()
+        assert first.ended() == "released"
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
     """Nothing is written through a link, and opening a FIFO does not wait."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -167,6 +168,28 @@ def test_what_is_copied_or_waits_for_it_may_not_be_deleted(tmp_path: Path, monke
     may_end.set()
     made.settle()
     assert not any(map(made.needs, paths))
+
+
+def test_a_checkpoint_is_needed_also_between_its_wait_and_its_copy(tmp_path: Path) -> None:
+    taken, asked = Event(), Event()
+
+    class Waiting(deque[Path]):
+        def pop(self) -> Path:  # type: ignore[override]
+            path = super().pop()
+            taken.set()
+            asked.wait(0.5)  # as long as it is locked, the answer has to wait
+            return path
+
+    path = checkpoint(tmp_path / "own", 4)
+    made = Mirror(str(tmp_path / "mirror"), Events(), keep=9)
+    made._waiting = Waiting(maxlen=1)
+    made.put(path)
+    assert taken.wait(60)
+    needed = made.needs(path)
+    asked.set()
+    assert needed
+    made.settle()
+    assert made.find(ELSEWHERE, required=True) == [4]
 
 
 @pytest.mark.parametrize("harm", ["manifest", "names", "lost"])
