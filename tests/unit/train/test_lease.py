@@ -214,9 +214,10 @@ def test_a_server_that_fails_does_not_cost_the_holder_its_file(tmp_path: Path, m
         def failing(*_: object) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
-        with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output error"):
+        with monkeypatch.context() as patched:
             patched.setattr(os, "open", failing)
-            holding(tmp_path).acquire()
+            with pytest.raises(OSError, match="Input/output error"):
+                holding(tmp_path).acquire()
         assert (tmp_path / NAME).exists()
         assert first.ended() == "released"
 
