@@ -274,6 +274,24 @@ def test_a_mirror_that_does_not_answer_is_tried_again_later(monkeypatch: pytest.
     assert error.value.finding.code == 75
 
 
+def test_a_run_with_its_own_checkpoint_goes_on_where_the_mirrors_disk_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied(str(tmp_path / "far"), checkpoint(tmp_path / "own", 4))
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(manifest, "require_own", stale)
+    monkeypatch.setattr(Mirror, "_list", stale)
+    made = Mirror(str(tmp_path / "far"), Events(), keep=2)
+    assert made.find(tmp_path / "own", required=False) == []
+    assert made.trouble.startswith("the mirror of the checkpoints cannot be read: ")
+    with pytest.raises(DrayError) as error:
+        made.find(tmp_path / "own", required=True)
+    assert error.value.finding.code == 75
+
+
 def test_the_checkpoint_folder_is_no_mirror_of_itself(tmp_path: Path) -> None:
     """By whatever name: a copy begins with the removal of the manifest there."""
     checkpoint(tmp_path / "own", 4)

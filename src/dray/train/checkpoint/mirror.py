@@ -11,7 +11,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -57,22 +57,28 @@ class Mirror:
 
         Without an answer of the mirror the run ends if the copies are `required`: it has no checkpoint of its own.
         """
-        place = Path(self.place)
-        if not self._remote and place.exists():
-            if place.samefile(folder):
-                raise ConfigError(
-                    "checkpoint.mirror is the checkpoint folder itself",
-                    wanted="a place that survives the loss of this folder",
-                    found=self.place,
-                    fix="checkpoint.mirror=ANOTHER",
-                )
-            manifest.require_own(place)
+        with suppress(OSError):  # the disk of the mirror fails: so does the listing, which decides what follows
+            self._check(folder)
         try:
             with remote.refusing_failures(self.place, _WHAT):
                 self.steps = sorted(step for step, complete in self._list().items() if complete)
         except DrayError as error:
             self._warn(error, required=required)
         return self.steps
+
+    def _check(self, folder: Path) -> None:
+        """Refuse a mirror that is the checkpoint folder, or a folder that other users may write."""
+        place = Path(self.place)
+        if self._remote or not place.exists():
+            return
+        if place.samefile(folder):
+            raise ConfigError(
+                "checkpoint.mirror is the checkpoint folder itself",
+                wanted="a place that survives the loss of this folder",
+                found=self.place,
+                fix="checkpoint.mirror=ANOTHER",
+            )
+        manifest.require_own(place)
 
     def fetch(self, part: Path, name: str, *, required: bool) -> str:
         """Fetch the copy `name` into the empty folder `part`; return why that failed, or an empty text.
