@@ -301,6 +301,24 @@ def test_the_checkpoint_folder_is_no_mirror_of_itself(tmp_path: Path) -> None:
             Mirror(f"{tmp_path}/{place}", Events(), keep=2).find(tmp_path / "own", required=False)
 
 
+def test_a_place_that_is_the_checkpoint_folder_or_open_to_others_later_gets_no_copy(tmp_path: Path) -> None:
+    path, place = checkpoint(tmp_path / "own", 4), tmp_path / "far"
+    made = Mirror(str(place), Events(), keep=2)
+    assert made.find(tmp_path / "own", required=False) == []
+    place.symlink_to(tmp_path / "own")
+    made.put(path)
+    made.settle()
+    assert "checkpoint.mirror is the checkpoint folder itself" in made.trouble
+    assert manifest.damage(path, manifest.read(path)) == []
+    place.unlink()
+    place.mkdir()
+    place.chmod(0o777)
+    made.put(path)
+    made.settle()
+    assert "the checkpoint is open to other users" in made.trouble
+    assert list(place.iterdir()) == []
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
 def test_a_place_where_others_may_write_is_refused_before_the_first_step(tmp_path: Path, mode: int) -> None:
     place = tmp_path / "far"

@@ -57,7 +57,7 @@ class Mirror:
 
         Without an answer of the mirror the run ends if the copies are `required`: it has no checkpoint of its own.
         """
-        with suppress(OSError):  # the disk of the mirror fails: so does the listing, which decides what follows
+        with suppress(OSError):  # of the mirror's disk: then the listing fails too, and is a warning or ends the run
             self._check(folder)
         try:
             with remote.refusing_failures(self.place, _WHAT):
@@ -179,6 +179,7 @@ class Mirror:
         folder = f"{root}/{path.name}"
         if not self._remote:
             Path(root).mkdir(mode=0o755, parents=True, exist_ok=True)
+            self._check(path.parent)  # again: at the start the folder may not have been there, or not readable
             Path(folder).mkdir(mode=0o755, exist_ok=True)
         if system.exists(f"{folder}/{manifest.NAME}"):  # an earlier attempt has saved this step too
             system.rm_file(f"{folder}/{manifest.NAME}")
