@@ -157,10 +157,14 @@ class Lease:
             f"{self.path.parent} belongs to {state[0] or 'a run that left no name'}: "
             f"waiting up to {WATCH_S:.0f} s for a sign of life"
         )
-        end = time.monotonic() + WATCH_S
-        while time.monotonic() < end:
+        watched = 0.0
+        while watched < WATCH_S:
+            before = time.monotonic()
             time.sleep(min(1.0, BEAT_S / 4))
             now = self._read()
+            seconds = time.monotonic() - before
+            # While the disk was away, or this process was paused, it could not see a change: watch from the start.
+            watched = watched + seconds if seconds < WATCH_S / 2 else 0.0
             if now is None:
                 return ""
             holder, _ = now
