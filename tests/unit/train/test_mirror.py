@@ -136,6 +136,19 @@ def test_the_last_copy_is_tried_twice(store: stores.Store, tmp_path: Path, monke
     assert made.find(ELSEWHERE, required=True) == [4]
 
 
+def test_a_store_that_deletes_nothing_has_the_copy_and_gets_it_once(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Access Denied")
+
+    monkeypatch.setattr(Mirror, "_prune", refused)
+    made = copied(place, checkpoint(tmp_path / "own", 4))
+    assert made.trouble.startswith("older copies are not deleted: no permission: ")
+    assert made.metrics == [("mirror", 4, True)]
+    assert fetched(place, 4, tmp_path / "new") == ""
+
+
 def test_a_copy_takes_the_place_of_what_was_there(place: str, tmp_path: Path) -> None:
     """As after a return to an older checkpoint: the same step is saved again, with other bytes."""
     copied(place, checkpoint(tmp_path / "before", 4))

@@ -137,10 +137,11 @@ class Mirror:
                 return
             path = self._copying = self._waiting.pop()
         step = int(path.name.removeprefix("step-"))
-        trouble = ""
+        copied, trouble = False, ""
         try:
             with remote.refusing_failures(self.place, _WHAT, "written"):
                 self._copy(path)
+                copied = True
                 self._prune(step)
         except Exception as error:  # whatever the store answers, the run goes on
             trouble = f"{error.problem}: {error.finding.found}" if isinstance(error, DrayError) else described(error)
@@ -148,9 +149,10 @@ class Mirror:
         if trouble or self.trouble:  # each failure, and the first copy after one
             text = f"WARNING: {trouble}" if trouble else f"step {step} is in {self.place}"
             why = {"why": f"{trouble}: {self.place}"} if trouble else {}
-            self.metrics.write("mirror", text, checkpoint=step, saved=not trouble, **why)
-        self.trouble = f"the copy of step {step} failed: {trouble}" if trouble else ""
-        self._failed = path if trouble else None
+            self.metrics.write("mirror", text, checkpoint=step, saved=copied, **why)
+        problem = "older copies are not deleted" if copied else f"the copy of step {step} failed"
+        self.trouble = f"{problem}: {trouble}" if trouble else ""
+        self._failed = None if copied else path
         self._copying = None
 
     def _system(self) -> tuple[Any, str]:
