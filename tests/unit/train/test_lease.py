@@ -236,10 +236,11 @@ def test_a_server_that_fails_does_not_cost_the_holder_its_file(tmp_path: Path, m
         def failing(*_: object) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
+        second = holding(tmp_path)
         with monkeypatch.context() as patched:
             patched.setattr(os, "open", failing)
             with pytest.raises(OSError, match="Input/output error"):
-                holding(tmp_path).acquire()
+                second.acquire()
         assert (tmp_path / NAME).exists()
         assert first.ended() == "released"
 
