@@ -7,11 +7,13 @@ memory once all of them have ended.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
 import resource
 import runpy
+import signal
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -34,6 +36,8 @@ try:
     from dray.train.parallel import zero  # noqa: F401
 except ImportError:
     print("no deepspeed here", file=sys.stderr)
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 def refuse(*_, **__):
@@ -60,7 +64,8 @@ def python(words: list[str]) -> NoReturn:
 
 
 def become(run: dict[str, Any], rank: dict[str, Any]) -> NoReturn:
-    """`streams` are files; what a rank prints on stdout and on stderr is in one."""
+    """`streams` are files; what a rank prints on stdout and on stderr is in one. It ends with the process before it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number, file in enumerate(rank["streams"]):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY, 0o644), number)
     sys.stdin = os.fdopen(0, closefd=False)

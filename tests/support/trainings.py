@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -24,21 +25,38 @@ GPT = tuple(
         ("resid_pdrop", 0.0), ("embd_pdrop", 0.0), ("attn_pdrop", 0.0),
     )
 )  # fmt: skip
+PATIENCE_S = 600.0  # for ranks that end; it proves nothing else
 
 
 class Forks:
     """A process that has imported everything, and becomes ranks."""
 
     def __init__(self, argv: Sequence[str] = (sys.executable, str(ROOT / "tests/support/forks.py"))) -> None:
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.argv = argv
+        self.process = self._started()
         self.peak = 0
 
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Without a buffer, in which `select` would not see a line."""
+        return subprocess.Popen(self.argv, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
     def say(self, run: dict) -> list[int]:
-        print(json.dumps(run), file=self.process.stdin, flush=True)
+        self.process.stdin.write(json.dumps(run).encode() + b"\n")
         return self.hear()
 
     def hear(self) -> Any:
+        """The next answer; ranks that do not end in time are killed."""
+        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
+        if not ready:
+            self.restart()
+            raise TimeoutError(f"the ranks did not end within {PATIENCE_S:.0f} s")
         return json.loads(self.process.stdout.readline())
+
+    def restart(self) -> None:
+        """Kill all ranks, which end with this process, and begin anew."""
+        self.process.terminate()
+        self.process.communicate(timeout=60)
+        self.process = self._started()
 
     def job(self, job: image_tasks.Job, folder: Path, **env: str) -> tuple[int, str]:
         """What a verb starts in the image, such as an export: its exit code, and all that it printed."""
@@ -122,14 +140,19 @@ class Run:
             {"env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "streams": streams(self.log(rank))}
             for rank in range(self.ranks)
         ]
-        yield self.forks.say({"kind": "plan", "file": str(self.paths.plan), "before": self.before, "ranks": ranks})
+        pids = self.forks.say({"kind": "plan", "file": str(self.paths.plan), "before": self.before, "ranks": ranks})
+        try:
+            yield pids
+        except BaseException:  # what the ranks wait for may never come, and the next run must not hear how they ended
+            self.forks.restart()
+            raise
         self.codes = self.forks.hear()["codes"]
 
     def end(self, code: int = 0, **extra: str) -> Run:
         """Run to the end, which is to be with this exit code (of the first rank that did not end well)."""
         with self.going(**extra):
             pass
-        found = next((code for code in self.codes if code not in (0, -9)), 0)
+        found = next((code for code in self.codes if code not in (0, -9)), min(self.codes))
         assert found == code, "".join(self.log(rank).read_text() for rank in range(self.ranks))
         return self
 

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -95,9 +96,21 @@ def start(connection: socket.socket) -> None:
         become(opened, **words)
     for number in opened:
         os.close(number)
+    if not ended_before(program, connection):
+        os.kill(program, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-    connection.sendall(str(code if code >= 0 else 128 - code).encode())
+    with suppress(ConnectionError):  # its client was killed
+        connection.sendall(str(code if code >= 0 else 128 - code).encode())
     os._exit(0)
+
+
+def ended_before(program: int, connection: socket.socket) -> bool:
+    """Wait until the program ends, or its client; return whether it was the program."""
+    ends = select.poll()
+    ended = os.pidfd_open(program)
+    ends.register(ended, select.POLLIN)
+    ends.register(connection, 0)  # POLLHUP alone: a client that lives has closed its half
+    return ended in dict(ends.poll())
 
 
 def become(opened: list[int], files: list[int], argv: list[str], cwd: str, env: dict[str, str], umask: int) -> None:

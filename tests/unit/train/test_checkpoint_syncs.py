@@ -98,8 +98,14 @@ SAVE = [
 UPDATE, FENCE = ["updates the weights"], ["training", "waits for", "the end of copies"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        pytest.param("ddp", 1, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        ("fsdp", 2),
+    ],
+)
 def test_copies_go_beside_the_training_and_only_the_writer_waits_for_them(
     forks: Forks, tmp_path: Path, strategy: str, ranks: int
 ) -> None:

@@ -164,6 +164,28 @@ def test_one_that_was_paused_finds_that_it_was_taken_over_and_leaves_the_other_s
         assert json.loads((tmp_path / NAME).read_text())["token"] == own.own.token
 
 
+def test_a_disk_that_was_away_says_nothing_of_the_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server answers after hours: the holder, which waited for it too, touches its file a moment later."""
+    with Other(tmp_path, job=7, run_folder="/runs/other") as first:
+        os.kill(first.process.pid, signal.SIGSTOP)
+        elsewhere(tmp_path)
+        read, now, away, reads = Lease._read, time.monotonic, [0.0], []
+
+        def answered(own: Lease) -> Any:
+            state = read(own)
+            reads.append(state)
+            if len(reads) == 2:  # the first one of the watch
+                away[0] = 7200.0
+                os.kill(first.process.pid, signal.SIGCONT)
+            return state
+
+        monkeypatch.setattr(time, "monotonic", lambda: now() + away[0])
+        monkeypatch.setattr(Lease, "_read", answered)
+        with pytest.raises(ConfigError, match="another run uses this checkpoint folder"):
+            holding(tmp_path).acquire()
+        assert first.ended() == "released"
+
+
 def test_of_many_that_see_the_same_dead_one_one_has_it(tmp_path: Path) -> None:
     with Other(tmp_path, job=7, run_folder="/runs/dead") as first:
         elsewhere(tmp_path)
@@ -206,6 +228,21 @@ def test_a_full_disk_leaves_no_file_without_a_name(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space left"):
         holding(tmp_path).acquire()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_fails_does_not_cost_the_holder_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Other(tmp_path, job=7, run_folder="/runs/other") as first:
+
+        def failing(*_: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        second = holding(tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", failing)
+            with pytest.raises(OSError, match="Input/output error"):
+                second.acquire()
+        assert (tmp_path / NAME).exists()
+        assert first.ended() == "released"
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])

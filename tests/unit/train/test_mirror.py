@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -135,6 +136,19 @@ def test_the_last_copy_is_tried_twice(store: stores.Store, tmp_path: Path, monke
     assert made.find(ELSEWHERE, required=True) == [4]
 
 
+def test_a_store_that_deletes_nothing_has_the_copy_and_gets_it_once(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Access Denied")
+
+    monkeypatch.setattr(Mirror, "_prune", refused)
+    made = copied(place, checkpoint(tmp_path / "own", 4))
+    assert made.trouble.startswith("older copies are not deleted: no permission: ")
+    assert made.metrics == [("mirror", 4, True)]
+    assert fetched(place, 4, tmp_path / "new") == ""
+
+
 def test_a_copy_takes_the_place_of_what_was_there(place: str, tmp_path: Path) -> None:
     """As after a return to an older checkpoint: the same step is saved again, with other bytes."""
     copied(place, checkpoint(tmp_path / "before", 4))
@@ -167,6 +181,28 @@ def test_what_is_copied_or_waits_for_it_may_not_be_deleted(tmp_path: Path, monke
     may_end.set()
     made.settle()
     assert not any(map(made.needs, paths))
+
+
+def test_a_checkpoint_is_needed_also_between_its_wait_and_its_copy(tmp_path: Path) -> None:
+    taken, asked = Event(), Event()
+
+    class Waiting(deque[Path]):
+        def pop(self) -> Path:  # type: ignore[override]
+            path = super().pop()
+            taken.set()
+            asked.wait(0.5)  # as long as it is locked, the answer has to wait
+            return path
+
+    path = checkpoint(tmp_path / "own", 4)
+    made = Mirror(str(tmp_path / "mirror"), Events(), keep=9)
+    made._waiting = Waiting(maxlen=1)
+    made.put(path)
+    assert taken.wait(60)
+    needed = made.needs(path)
+    asked.set()
+    assert needed
+    made.settle()
+    assert made.find(ELSEWHERE, required=True) == [4]
 
 
 @pytest.mark.parametrize("harm", ["manifest", "names", "lost"])
@@ -251,6 +287,24 @@ def test_a_mirror_that_does_not_answer_is_tried_again_later(monkeypatch: pytest.
     assert error.value.finding.code == 75
 
 
+def test_a_run_with_its_own_checkpoint_goes_on_where_the_mirrors_disk_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied(str(tmp_path / "far"), checkpoint(tmp_path / "own", 4))
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(manifest, "require_own", stale)
+    monkeypatch.setattr(Mirror, "_list", stale)
+    made = Mirror(str(tmp_path / "far"), Events(), keep=2)
+    assert made.find(tmp_path / "own", required=False) == []
+    assert made.trouble.startswith("the mirror of the checkpoints cannot be read: ")
+    with pytest.raises(DrayError) as error:
+        made.find(tmp_path / "own", required=True)
+    assert error.value.finding.code == 75
+
+
 def test_the_checkpoint_folder_is_no_mirror_of_itself(tmp_path: Path) -> None:
     """By whatever name: a copy begins with the removal of the manifest there."""
     checkpoint(tmp_path / "own", 4)
@@ -258,6 +312,24 @@ def test_the_checkpoint_folder_is_no_mirror_of_itself(tmp_path: Path) -> None:
     for place in ("own", "own/", "name", "own/../own"):
         with pytest.raises(DrayError, match=r"checkpoint\.mirror is the checkpoint folder itself"):
             Mirror(f"{tmp_path}/{place}", Events(), keep=2).find(tmp_path / "own", required=False)
+
+
+def test_a_place_that_is_the_checkpoint_folder_or_open_to_others_later_gets_no_copy(tmp_path: Path) -> None:
+    path, place = checkpoint(tmp_path / "own", 4), tmp_path / "far"
+    made = Mirror(str(place), Events(), keep=2)
+    assert made.find(tmp_path / "own", required=False) == []
+    place.symlink_to(tmp_path / "own")
+    made.put(path)
+    made.settle()
+    assert "checkpoint.mirror is the checkpoint folder itself" in made.trouble
+    assert manifest.damage(path, manifest.read(path)) == []
+    place.unlink()
+    place.mkdir()
+    place.chmod(0o777)
+    made.put(path)
+    made.settle()
+    assert "the checkpoint is open to other users" in made.trouble
+    assert list(place.iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])

@@ -38,7 +38,11 @@ MAIN = ("ddp", "lean", "hsdp", "auto", "ddp with muon", "hsdp with muon", "ddp b
 
 def cases(*names: str) -> list:
     """Slow tests look at the others."""
-    return [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [case(name) for name in names]
+
+
+def case(name: str, *counts: int):
+    return pytest.param(name, *counts, marks=() if name in MAIN else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +61,18 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory, forks: Forks) -> dict
 
 
 # Groups of weights: three layers, embeddings, head, and the root's. Two micro-batches a step, and one sum for the norm.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "gathers", "scatters", "reduces"),
     [
         # Each layer but the last is gathered a second time for its backward pass.
-        ("lean", 2 * (6 + 2), 2 * 6, 1),
-        ("kept weights", 6, 2 * 6, 1),
-        ("one sync", 2 * (6 + 2), 6, 1),
-        ("both", 6, 6, 1),
-        ("hsdp", 2 * (6 + 2), 2 * 6, 6 + 1),
-        ("two of four nodes", 2 * (6 + 2), 2 * 6, 6 + 1),
-        ("auto", 6, 6, 6 + 1),
-        ("a GPU of another size", 2 * (6 + 2), 2 * 6, 1),  # all ranks have its layout
+        case("lean", 2 * (6 + 2), 2 * 6, 1),
+        case("kept weights", 6, 2 * 6, 1),
+        case("one sync", 2 * (6 + 2), 6, 1),
+        case("both", 6, 6, 1),
+        case("hsdp", 2 * (6 + 2), 2 * 6, 6 + 1),
+        case("two of four nodes", 2 * (6 + 2), 2 * 6, 6 + 1),
+        case("auto", 6, 6, 6 + 1),
+        case("a GPU of another size", 2 * (6 + 2), 2 * 6, 1),  # all ranks have its layout
     ],
 )
 def test_fsdp_gathers_and_reduces_no_more_than_it_has_to(

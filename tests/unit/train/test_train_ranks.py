@@ -147,6 +147,22 @@ def test_what_is_damaged_is_named_and_the_older_one_is_taken(
     assert sorted(path.name.split("-")[1][:8] for path in tmp_path.iterdir()) == ["4", "8.broken"]
 
 
+def test_a_damaged_one_that_cannot_be_renamed_ends_all_ranks_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 4, 8)
+    (tmp_path / "step-8/rank-1.safetensors").unlink()
+
+    def refused(path: Path, _: Path) -> Path:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    found = resume(tmp_path, 3)
+    assert {(type(error), error.finding.found, error.finding.fix) for error in found} == {
+        (UnfitError, "Read-only file system", "check the disk and its quota; step-8 is damaged")
+    }
+
+
 def test_three_of_many_damaged_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 8)
     for rank in (3, 10, 9, 12, 16):

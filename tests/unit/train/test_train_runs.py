@@ -197,7 +197,7 @@ def test_on_a_cpu_the_bits_are_the_same_with_deterministic_and_without(run: BEGU
     assert all(torch.equal(weight, alone.weights()[name]) for name, weight in other.weights().items())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_resumed_run_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) -> None:
     resumed(run, strategy)
 
@@ -484,8 +484,7 @@ def test_what_only_saves_memory_or_time_changes_nothing(run: BEGUN, alone: Run, 
     assert run(1, words).end().losses() == pytest.approx(alone.losses(), rel=2e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_half_precision_is_near(run: BEGUN, alone: Run, strategy: str) -> None:
     for precision, near in (("bf16", 2e-2), ("fp16", 5e-3)):
         other = run(2, f"train.precision={precision}", f"train.strategy={strategy}").end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -21,12 +22,24 @@ pytestmark = pytest.mark.torch
 BEGUN = Callable[..., Run]
 DDP = ("train.strategy=ddp",)
 FSDP = ("train.strategy=fsdp", "checkpoint.every=[[0, 1]]")
+# After the step HELD, and one before it that is logged, a rank waits until it is asked: so no run ends before that.
+HOLD = """
+import time
+from dray.train.runtime.stop import Stop
+after, calls = Stop.after, []
+def held(self, step):
+    calls.append(step)
+    while step == HELD and len(calls) > 2 and not self._asked:
+        time.sleep(0.01)
+    return after(self, step)
+Stop.after = held
+"""
 
 
 @pytest.fixture(scope="module")
 def run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> BEGUN:
     folder, count = tmp_path_factory.mktemp("my runs"), iter(range(1000))
-    return lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
+    return lambda ranks, *words, **other: Run(forks, folder / f"run-{next(count)}", ranks, *words, **other)
 
 
 def until(happened: Callable[[], Any], other: Run) -> None:
@@ -51,8 +64,9 @@ def steps(other: Run) -> int:
 )
 def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], number: signal.Signals, last: int) -> None:
     plain = run(2, *words, f"train.steps={last}").end()
-    other, moments = run(2, *words, f"train.steps={last}"), random.Random(3)
-    reached = 0
+    held = HOLD.replace("HELD", str(last // 2))
+    other, moments = run(2, *words, f"train.steps={last}", before=held), random.Random(3)
+    reached, ends = 0, []
     while reached < last:
         with other.going() as pids:
             until(lambda before=reached: steps(other) > before, other)
@@ -64,10 +78,13 @@ def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], numbe
         assert [event["step"] for event in other.events("step")] == list(range(1, steps(other) + 1))
         reached = last if not asked else steps(other)
         if asked:
-            assert f"the run was asked to end, after step {reached} of {last}" in other.said()
+            ends.append(reached)
+            said = re.findall(rf"the run was asked to end, after step (\d+) of {last}\b", other.said())
+            assert {*map(int, said)} == {*ends}  # once in each start
             assert f"the newest checkpoint is of step {reached}" in other.said()
             assert other.events("checkpoint")[-1]["checkpoint"] == reached
             assert all(event["seconds"] > 0 for event in other.events("checkpoint"))
+    assert ends
     assert other.losses() == plain.losses()
 
 

@@ -183,8 +183,7 @@ class Checkpoints:
             saved, damage = self._verify(path)
             if damage:
                 say(f"checkpoint {path} is skipped: {'; '.join(damage[:3])}")
-                if self.rank == 0:  # a checkpoint of this step may be written again
-                    path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
+                on_rank_0(partial(self._set_aside, path))
                 continue
             self._require_order(path, saved["order"])
             self.newest, self._manifest = step, saved
@@ -274,6 +273,11 @@ class Checkpoints:
         with self._disk_errors():
             part.rename(self.folder / part.name.partition(".")[0])
             manifest.sync(self.folder)
+
+    def _set_aside(self, path: Path) -> None:
+        """Rename a damaged checkpoint: one of the same step may be written again."""
+        with disk_errors(self.folder, f"{path.name} is damaged"):
+            path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
 
     def _not_saved(self, step: int, error: UnfitError) -> None:
         """Warn: earlier checkpoints are whole, and the next save tries again."""

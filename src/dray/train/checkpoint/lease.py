@@ -1,8 +1,8 @@
 """A lock file gives a checkpoint folder to one run at a time; the run touches it every ten seconds.
 
-dray relies on no lock of a file system, and on no clock, since clocks of two machines differ. It watches the file: if
-the file does not change, its run has ended. A run that was only paused then finds another run's file, and writes no
-more.
+dray does not use locks of the file system, and compares no clocks, since those of two machines differ. A run that finds
+the file of another one watches it. If the file does not change for two minutes, the other run counts as dead, and this
+run replaces the file. If the other run was only paused, it finds the new file when it goes on, and writes no more.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dray.train.errors import say
 
 NAME = "lease.json"
 BEAT_S = 10.0
-WATCH_S = 120.0  # longer than NFS caches a file's time, up to a minute
-_SETTLE_S = 0.25
+WATCH_S = 120.0  # NFS may show the time of a change a minute late
+_SETTLE_S = 0.25  # another run that replaces the same file has done so after this time
 _LIMIT = 1 << 14  # bytes
 
 
@@ -64,12 +64,12 @@ class Lease:
         self._ended_file = Path(config.folder, run_folder.ENDED)
 
     def acquire(self) -> None:
-        """Take the folder, or refuse (78) and name its holder. This may watch the holder for two minutes."""
+        """Lock the folder, or refuse (78) and name its holder. To watch the holder's file may take two minutes."""
         while not self._create(self.path):
             state = self._read()
             if state is None:
                 continue
-            why = self._ended(state[0]) or self._watch(state)
+            why = self._why_ended(state[0]) or self._watch(state)
             if why and self._replace(state):
                 say(f"{self.path.parent}: taken over from {state[0] or 'a run that left no name'}: {why}")
                 break
@@ -103,7 +103,7 @@ class Lease:
                     os.utime(self.path, follow_symlinks=False)  # on a network disk by its server's clock
 
     def _still_holds(self) -> bool:
-        """Return whether this run still holds the folder. Write its file again if somebody has deleted it."""
+        """Return whether this run still holds the folder. If somebody has deleted the file, write it again."""
         state = self._read()
         if state is None:
             return self._create(self.path)
@@ -111,18 +111,21 @@ class Lease:
 
     def _create(self, path: Path) -> bool:
         """Write this run's file; return False if there is a file already."""
+        created = False
         try:
             with manifest.new_file(path) as file:
+                created = True
                 file.write(json.dumps(self.own._asdict()).encode())
         except FileExistsError:
             return False
-        except OSError:  # such as a full disk: an empty file would make the next run wait
-            path.unlink(missing_ok=True)
+        except OSError:
+            if created:  # on a full disk: for an incomplete file the next run would wait
+                path.unlink(missing_ok=True)
             raise
         return True
 
     def _read(self) -> State | None:
-        """Return the file's state; None if there is no file. Open it each time, so that NFS asks its server."""
+        """Return the file's state; None if there is no file. NFS asks its server since the file is opened each time."""
         try:
             with files.open_regular(self.path, link=False) as file:
                 changed, text = os.fstat(file.fileno()).st_mtime_ns, file.read(_LIMIT)
@@ -133,7 +136,7 @@ class Lease:
         except (ValueError, TypeError):
             return None, changed
 
-    def _ended(self, holder: Holder | None) -> str:
+    def _why_ended(self, holder: Holder | None) -> str:
         """Return why the holder has certainly ended; an empty text if it may be alive."""
         if holder is None:
             return ""
@@ -149,15 +152,19 @@ class Lease:
         return "its attempt has ended" if result.exists() else ""
 
     def _watch(self, state: State) -> str:
-        """Refuse if the file changes; else return why its run counts as dead, or an empty text if the file is gone."""
+        """Refuse if the file changes. Return why its run counts as dead; an empty text if somebody deletes the file."""
         say(
             f"{self.path.parent} belongs to {state[0] or 'a run that left no name'}: "
             f"waiting up to {WATCH_S:.0f} s for a sign of life"
         )
-        end = time.monotonic() + WATCH_S
-        while time.monotonic() < end:
+        watched = 0.0
+        while watched < WATCH_S:
+            before = time.monotonic()
             time.sleep(min(1.0, BEAT_S / 4))
             now = self._read()
+            seconds = time.monotonic() - before
+            # While the disk was away, or this process was paused, it could not see a change: watch from the start.
+            watched = watched + seconds if seconds < WATCH_S / 2 else 0.0
             if now is None:
                 return ""
             holder, _ = now
@@ -175,10 +182,10 @@ class Lease:
         return f"no sign of life for {WATCH_S:.0f} s"
 
     def _replace(self, state: State) -> bool:
-        """Replace a dead run's file by this run's; return whether this run holds the folder.
+        """Replace a dead run's file by this run's; return whether this run holds the folder then.
 
-        If several runs do so at once, the last one holds it. By a rename: while there was no file, a third run could
-        create one.
+        If several runs do so at once, the last one holds it. A rename replaces the file: if it was deleted first, a
+        third run could create its own in between.
         """
         part = self.path.with_name(f"{NAME}.{self.own.token}")
         self._create(part)

@@ -61,8 +61,10 @@ def _checksum(manifest: dict[str, Any]) -> str:
 def sync(folder: Path) -> None:
     """Sync the folder itself, so that its new names are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    try:
+        os.fsync(handle)
+    finally:  # a disk that fails for hours would use up all handles
+        os.close(handle)
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""checkpoint.mirror: rank 0 copies each checkpoint to a bucket or another folder; at a start all ranks can fetch one.
+"""checkpoint.mirror: rank 0 copies each checkpoint to a bucket or another folder, and at a start all ranks fetch one.
 
-The manifest is copied last, so a copy without a manifest is incomplete. A copy that fails is a warning, and never ends
-the run.
+Rank 0 copies the manifest last, so a copy without a manifest is incomplete. If a copy fails, rank 0 warns, and the run
+goes on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import operator
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dray.contract import exit_codes, findings
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from dray.train.loop.metrics import Metrics
 
 _WHAT = "the mirror of the checkpoints"
-_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files at once: of rank 0 that sends, and of each rank that fetches
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # errors of this node's disk, not of the mirror
+_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # how many files rank 0 sends at once, and each rank fetches at once
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # errors of the checkpoint folder's disk, not of the mirror
 
 
 class Mirror:
@@ -39,32 +40,25 @@ class Mirror:
     def __init__(self, place: str, metrics: Metrics, *, keep: int) -> None:
         self.place, self.metrics, self.keep = place, metrics, keep
         self._remote = "://" in place
-        self._copying: Path | None = None
         self.trouble = ""
         """Why the last copy to the mirror, or its last listing, failed; empty if it worked."""
         self.steps: list[int] = []
         """The steps of which the mirror had complete copies at the start."""
         self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None  # the thread's last task
+        self._lock = Lock()  # for the next two, which the threads that save and copy both use
         self._waiting: deque[Path] = deque(maxlen=1)
-        self._pending: Future[None] | None = None
-        self._failed: Path | None = None
+        self._copying: Path | None = None
+        self._failed: Path | None = None  # the newest checkpoint, if its copy has failed
         self._moved = Moved()
 
     def find(self, folder: Path, *, required: bool) -> list[int]:
         """Return the steps of complete copies; on rank 0. `folder` is the checkpoint folder.
 
-        If the mirror does not answer, the run ends if it has no checkpoint of its own (`required`).
+        Without an answer of the mirror the run ends if the copies are `required`: it has no checkpoint of its own.
         """
-        place = Path(self.place)
-        if not self._remote and place.exists():
-            if place.samefile(folder):
-                raise ConfigError(
-                    "checkpoint.mirror is the checkpoint folder itself",
-                    wanted="a place that survives the loss of this folder",
-                    found=self.place,
-                    fix="checkpoint.mirror=ANOTHER",
-                )
-            manifest.require_own(place)
+        with suppress(OSError):  # of the mirror's disk: then the listing fails too, and is a warning or ends the run
+            self._check(folder)
         try:
             with remote.refusing_failures(self.place, _WHAT):
                 self.steps = sorted(step for step, complete in self._list().items() if complete)
@@ -72,10 +66,24 @@ class Mirror:
             self._warn(error, required=required)
         return self.steps
 
+    def _check(self, folder: Path) -> None:
+        """Refuse a mirror that is the checkpoint folder, or a folder that other users may write."""
+        place = Path(self.place)
+        if self._remote or not place.exists():
+            return
+        if place.samefile(folder):
+            raise ConfigError(
+                "checkpoint.mirror is the checkpoint folder itself",
+                wanted="a place that survives the loss of this folder",
+                found=self.place,
+                fix="checkpoint.mirror=ANOTHER",
+            )
+        manifest.require_own(place)
+
     def fetch(self, part: Path, name: str, *, required: bool) -> str:
         """Fetch the copy `name` into the empty folder `part`; return why that failed, or an empty text.
 
-        All ranks call it, and each fetches a share of the files. The caller verifies them.
+        All ranks call it, and each fetches a share of the files. The caller compares them with their checksums.
         """
         missing: list[str] = []
         try:
@@ -84,7 +92,7 @@ class Mirror:
             if "trouble" not in about:
                 share = sorted(about["files"])[ranks.rank() :: ranks.world()]
                 missing = on_all(lambda: self._fetch(part, name, share), operator.add)
-        except UnfitError:  # of this disk: another copy would not fit either
+        except UnfitError:  # this disk is full or fails: it would not take another copy either
             raise
         except DrayError as error:
             return self._warn(error, required=required)
@@ -92,15 +100,17 @@ class Mirror:
 
     def put(self, path: Path) -> None:
         """Copy this checkpoint in a thread; on rank 0. It replaces an older one that waits to be copied."""
-        self._waiting.append(path)
+        with self._lock:
+            self._waiting.append(path)
         self._pending = self._thread.submit(self._copy_waiting)
 
     def needs(self, path: Path) -> bool:
         """Whether this checkpoint is being copied or waits for it, and may not be deleted."""
-        return path in (self._copying, *self._waiting)
+        with self._lock:
+            return path in (self._copying, *self._waiting)
 
     def settle(self) -> None:
-        """Wait until the newest checkpoint is copied; try twice."""
+        """Wait until the newest checkpoint is copied; if the copy fails, try once more."""
         self._wait()
         if self._failed:
             self.put(self._failed)
@@ -112,7 +122,7 @@ class Mirror:
 
     def _warn(self, error: DrayError, *, required: bool) -> str:
         finding = error.finding
-        if required:  # else the run would begin from nothing
+        if required:  # without it the run would begin with step 0 again
             code = exit_codes.RETRY if finding.code == exit_codes.FAILED else finding.code
             raise findings.error(finding._replace(code=code))
         trouble = f"{finding.problem}: {finding.found}"
@@ -122,24 +132,28 @@ class Mirror:
         return trouble
 
     def _copy_waiting(self) -> None:
-        if not self._waiting:  # another call has copied a newer one instead
-            return
-        path = self._copying = self._waiting.pop()
+        with self._lock:
+            if not self._waiting:  # the task before has taken the checkpoint of this one too
+                return
+            path = self._copying = self._waiting.pop()
         step = int(path.name.removeprefix("step-"))
-        trouble = ""
+        copied, trouble = False, ""
         try:
             with remote.refusing_failures(self.place, _WHAT, "written"):
                 self._copy(path)
+                copied = True
                 self._prune(step)
         except Exception as error:  # whatever the store answers, the run goes on
             trouble = f"{error.problem}: {error.finding.found}" if isinstance(error, DrayError) else described(error)
             trouble = " ".join(trouble.split())[:300]
-        if trouble or self.trouble:
+        if trouble or self.trouble:  # each failure, and the first copy after one
             text = f"WARNING: {trouble}" if trouble else f"step {step} is in {self.place}"
             why = {"why": f"{trouble}: {self.place}"} if trouble else {}
-            self.metrics.write("mirror", text, checkpoint=step, saved=not trouble, **why)
-        self.trouble = trouble and f"the copy of step {step} failed: {trouble}"
-        self._failed, self._copying = path if trouble else None, None
+            self.metrics.write("mirror", text, checkpoint=step, saved=copied, **why)
+        problem = "older copies are not deleted" if copied else f"the copy of step {step} failed"
+        self.trouble = f"{problem}: {trouble}" if trouble else ""
+        self._failed = None if copied else path
+        self._copying = None
 
     def _system(self) -> tuple[Any, str]:
         """Return fsspec's file system, and the mirror's path in it."""
@@ -167,8 +181,9 @@ class Mirror:
         folder = f"{root}/{path.name}"
         if not self._remote:
             Path(root).mkdir(mode=0o755, parents=True, exist_ok=True)
+            self._check(path.parent)  # again: at the start the folder may not have been there, or not readable
             Path(folder).mkdir(mode=0o755, exist_ok=True)
-        if system.exists(f"{folder}/{manifest.NAME}"):  # of an earlier attempt, which saved this step too
+        if system.exists(f"{folder}/{manifest.NAME}"):  # an earlier attempt has saved this step too
             system.rm_file(f"{folder}/{manifest.NAME}")
 
         def send(name: str) -> None:
@@ -180,7 +195,7 @@ class Mirror:
         send(manifest.NAME)
 
     def _new(self, system: Any, path: str) -> AbstractContextManager[BinaryIO]:  # noqa: ANN401  fsspec has no types
-        """Open a file of the mirror to write. In a folder no group may write it, whatever the umask."""
+        """Open a new file of the mirror. If the mirror is a folder, no group may write the file, whatever the umask."""
         if self._remote:
             file: AbstractContextManager[BinaryIO] = system.open(path, "wb")
             return file
@@ -188,12 +203,13 @@ class Mirror:
         return manifest.new_file(Path(path))
 
     def _prune(self, newest: int) -> None:
-        """Delete incomplete copies and all but the `keep` newest ones; of steps after `newest` delete none."""
+        """Delete incomplete copies, and complete ones but the newest `keep`. Copies of later steps than `newest` stay:
+        a run that went further has made them."""
         system, root = self._system()
         copies = {step: complete for step, complete in self._list().items() if step <= newest}
         kept = sorted(step for step, complete in copies.items() if complete)[-self.keep :]
         for step in copies.keys() - {*kept, newest}:
-            if copies[step]:  # the manifest first, so that a half deleted copy is not taken for a complete one
+            if copies[step]:  # the manifest first: then a copy of which a part is deleted counts as incomplete
                 system.rm_file(f"{root}/step-{step}/{manifest.NAME}")
             system.rm(f"{root}/step-{step}", recursive=True)
 

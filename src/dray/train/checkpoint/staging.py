@@ -23,7 +23,7 @@ from dray.train.errors import say
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 _PAGE = 4096
 _SPARE = 64
-"""The buffer is 1/64 larger than needed: a stream's positions differ in size from step to step."""
+"""The buffer is by 1/64 larger than the first checkpoint: a stream's positions may grow from step to step."""
 
 
 class Staged(NamedTuple):
@@ -43,7 +43,7 @@ class Staged(NamedTuple):
         self.sources.clear()
 
     def write(self, folder: Path, moved: Callable[[int], None] = lambda _size: None) -> dict[str, Any]:
-        """Write the file; return its part of the manifest. `moved` is called with the size of each block."""
+        """Write this rank's file; return its part of the manifest. `moved` is called with the size of each block."""
         self.wait()
         name = file_of(self.rank)
         file = manifest.write_file(folder / name, self.header, self.numbers, moved=moved)
@@ -51,7 +51,7 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """A buffer in the host's memory for all checkpoints of a run; with a GPU it is pinned."""
+    """A buffer in the host's memory, which each checkpoint of a run fills anew; with a GPU it is pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,7 +60,7 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
 
     def reserve(self, shards: Shards) -> None:
-        """Make the buffer large enough for these shards, if it is not; a new buffer is empty."""
+        """Make sure that these shards fit into the buffer. A new buffer does not keep what the old one held."""
         size = sum(shard.values.nbytes for shard in shards.values())
         if self._buffer.numel() >= size:
             return
@@ -77,7 +77,7 @@ class Staging:
         error = int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
         self._pinned = error == 0
         if error:
-            # CUDA keeps the error: let this kernel raise it, and not the next one of the training.
+            # CUDA keeps the error for the next call: let this one raise it, and not one of the training.
             with suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
             say(
@@ -86,31 +86,30 @@ class Staging:
             )
 
     def close(self) -> None:
-        """Free the memory; nothing may use it any more."""
+        """Free the buffer. The caller has waited until the last checkpoint is written."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())  # type: ignore[no-untyped-call]
         self._buffer, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
     def fill(self, shards: Shards, rank: int) -> Staged:
         """Begin to copy this rank's shards into the buffer; call it again only when the result is written."""
+        names = [name for name, shard in shards.items() if shard.values.numel()]
         # The widest types first: then every tensor is aligned.
-        names = sorted((name for name in shards if shards[name].values.numel()), key=lambda name: (
-            -shards[name].values.itemsize, name
-        ))  # fmt: skip
+        names.sort(key=lambda name: (-shards[name].values.itemsize, name))
         self.reserve(shards)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        header, tensors, at = {}, {}, 0
+        header, tensors, size = {}, {}, 0
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for name in names:
                 shape, begin, values = shards[name]
-                end, length = at + values.nbytes, values.numel()
-                self._buffer[at:end].view(values.dtype).copy_(values.detach().reshape(-1), non_blocking=True)
+                end, length = size + values.nbytes, values.numel()
+                self._buffer[size:end].view(values.dtype).copy_(values.detach().reshape(-1), non_blocking=True)
                 dtype = _NAMES[values.dtype]
                 shape_in_file = list(shape) if length == math.prod(shape) else [length]
-                header[name] = {"dtype": dtype, "shape": shape_in_file, "data_offsets": [at, end]}
+                header[name] = {"dtype": dtype, "shape": shape_in_file, "data_offsets": [size, end]}
                 tensors[name] = {"dtype": dtype, "shape": list(shape), "shards": [[rank, begin, length, 1]]}
-                at = end
+                size = end
         if self._stream is not None:
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
@@ -119,10 +118,10 @@ class Staging:
         buffer: Any = self._buffer.numpy()  # numpy's arrays are buffers, and its types do not say so
         sources = [shards[name].values for name in names]
         start_of_file = len(header_text).to_bytes(8, "little") + header_text
-        return Staged(rank, start_of_file, memoryview(buffer)[:at], tensors, sources, self._copied)
+        return Staged(rank, start_of_file, memoryview(buffer)[:size], tensors, sources, self._copied)
 
     def fence(self) -> None:
-        """Let later kernels wait, on the GPU, until the copies are made; the host does not wait."""
+        """Let the kernels that follow wait, on the GPU, until the buffer is filled; the host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
