@@ -114,6 +114,7 @@ class Ended:
             cause = self.first or self.unrecorded()
         elif plan and not stopped and figures.get("train_seconds") is None:
             cause = self.without_end(plan)
+        cause = explained(cause, paths.logs, plan)  # which may find that another attempt would succeed
         status = "stopped" if stopped else "failed" if cause else "done"
         checkpoint = None if status == "done" else self.checkpoint()
         if checkpoint:
@@ -125,7 +126,7 @@ class Ended:
             status=status,
             exit_code=cause.code if cause else self.code,
             finished=utc(),
-            cause=explained(cause, paths.logs, plan),
+            cause=cause,
             failing_nodes=[host for host in fields["hosts"] if host in unfit],
             restarts=len(restarts),
             restart_cause=explained(self.recorded(restarts[0]), paths.logs, plan) if restarts else None,

@@ -38,6 +38,7 @@ class Run:
         self.root, self.runs, self.words = root, runs, words
         self.name: str | None = None
         self.facts = FACTS
+        self.node_log = ""
 
     def attempt(
         self, *, code: int = 75, stopped: Stop | None = None, saved: int | None = None, first: int = 0,
@@ -57,6 +58,7 @@ class Run:
             {"event": "step", "time": 100.0 + step, "step": step, "loss": 1.0} for step in range(first, first + 60, 10)
         ]
         paths.metrics.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+        paths.node_log(0).write_text(self.node_log)
         if failing:
             paths.failing_nodes.write_text(failing)
         if record:
@@ -128,6 +130,15 @@ def test_what_ended_it_decides(
     stopped = Stop(reason, "2026-11-24T05:00:00Z") if reason else None
     result, paths = run.attempt(code=code, stopped=stopped, saved=20)
     assert bool(asked(paths)) == bool(result.next) == goes_on
+
+
+def test_a_cause_of_which_another_attempt_may_know_nothing_goes_on(root: Path, tmp_path: Path) -> None:
+    """A signal to all tasks ends what has mounted the image, and then the runner by SIGBUS."""
+    run = Run(root, tmp_path, "max_requeues=1")
+    run.node_log = './node.sh: line 58: 30883 Bus error               "$@"\n'
+    result, paths = run.attempt(code=135, saved=20)
+    assert (result.exit_code, result.cause and result.cause.name) == (75, "the image's mount went away")
+    assert asked(paths) == "requeue \n"
 
 
 def test_what_nobody_asked_for_is_not_done_but_said(root: Path, tmp_path: Path) -> None:
