@@ -19,6 +19,7 @@ from dray.facts import Facts
 from dray.planning import environment
 from dray.planning.estimates import memory, model_shape
 from dray.planning.plan import plan
+from dray.runner import plan as runner_plan
 from dray.runs import prepare
 from helpers import ROOT, golden, python
 
@@ -104,10 +105,11 @@ def test_its_plan_is_the_planner_s() -> None:
         recipe(), sites.choose(facts).site, facts, run_folder=PurePosixPath("/PLACE/RUN"), scratch="/PLACE/SCRATCH",
         dray="gpu-check",
     )  # fmt: skip
-    # Of a recipe the trainer reads these alone.
+    # Of a recipe the trainer and the runner read these alone.
     table, sections = made.recipe.model_dump(mode="json"), ("batch", "data", "model", "train", "checkpoint", "evaluate")
-    table = {key: table[key] for key in ("name", *sections, "lora", "analog", "hang_timeout_s")}
+    table = {key: table[key] for key in ("name", *sections, "lora", "analog", "hang_timeout_s", "pass_env")}
     whole = {**made.model_dump(mode="json"), "recipe": table}
+    assert runner_plan.of(whole).command == tuple(made.command)
     golden(SUITE / "plan.json", json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
 
 
