@@ -353,7 +353,7 @@ def test_a_node_that_was_lost() -> None:
 
 
 def test_why_a_job_was_stopped() -> None:
-    """All that runs/stop_reason.py can say has a name of its own."""
+    """All that runs/status.py can say has a name of its own."""
     told = {state: finish.cause_of_reason(reason) for state, reason in status._BY_STATE.items()}
     assert {state: found.get("name") for state, found in told.items()} == {
         "TIMEOUT": "time limit", "PREEMPTED": "preemption", "NODE_FAIL": "node failure",
