@@ -410,7 +410,8 @@ _WORLD_SIZE_FIX = "call init_process_group() in each rank without rank= and worl
 
 
 def world_size_warning(paths: RunPaths, plan: Plan) -> str | None:
-    """The warning; None if all ranks share a group, no rank has one, or nothing was recorded."""
+    """A warning of a process group smaller than the world, which the result would not show; None if all ranks share a
+    group, no rank has one, or nothing was recorded."""
     try:
         found = json.loads(files.read(paths.process_group))
     except FileNotFoundError:

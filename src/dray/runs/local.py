@@ -280,7 +280,7 @@ _HOSTFILE_FORM = (
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines in the file's order; the first is the master."""
+    """The machines in the file's order; the first is the master. Each finds its own line; nothing uses SSH."""
 
     file: Path
     names: tuple[str, ...]
