@@ -20,8 +20,7 @@ from pathlib import Path
 from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
-from dray.runs.status import write_summary
-from dray.runs.stop_reason import Stop
+from dray.runs.status import Stop, write_summary
 from dray.runs.store import RunPaths
 
 ROOT = Path(__file__).resolve().parents[1]

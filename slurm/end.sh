@@ -4,7 +4,7 @@
 # It uses what job::main has set: image, attempt, given, lost, stopped_by, stopped_at, began_at.
 # shellcheck disable=SC2154
 
-# The options of sbatch that src/dray/runs/requeue.py writes.
+# The options of sbatch that src/dray/runs/finish.py writes.
 readonly end__option='^--(exclusive|no-kill|open-mode=append|signal=B:USR1@[0-9]+|(job-name|account|qos|partition|time|constraint|reservation|licenses|mem|mem-per-cpu|cpus-per-task|gres|exclude|mail-user|mail-type|chdir|output)=[^[:cntrl:]]+)$'
 
 end::finish() { # CODE: result.json and the last words; without the image this script's own

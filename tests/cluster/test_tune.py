@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from dray.runs import study, tune
+from dray.runs import study
 from grids import CAUSAL, MASKED, among_the_best
 
 pytestmark = pytest.mark.cluster
@@ -36,6 +36,6 @@ def test_its_best_is_among_the_best_of_all(cluster, login, recipe: str, nodes: i
     by_search, by_grid = found
     assert len(by_grid) == 4
     assert among_the_best(by_search, by_grid)
-    best = tune.best(by_search)
+    best = study.best_row(by_search)
     assert best
     assert best.values["batch.per_device"] == most

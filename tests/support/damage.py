@@ -26,17 +26,7 @@ from dray.images.sif import format as sif_format
 from dray.images.sif import record
 from dray.remote import remotes_file
 from dray.runner import __main__ as runner
-from dray.runs import (
-    capsule,
-    checkpoint_times,
-    clean,
-    hostfile,
-    replay,
-    result,
-    source,
-    startup,
-    study,
-)
+from dray.runs import capsule, clean, local, metrics, prepare, replay, result, study
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.store import RunPaths
@@ -287,9 +277,9 @@ READERS: dict[str, Reader] = {
     ),
     "mirrors": Reader("mirrors.toml", b'[mirrors]\n"docker.io" = "mirror.example"\n', _mirrors),
     "remotes": Reader("dray/remotes.toml", b'box = "me@box:/scratch/me"\n', _remotes),
-    "hostfile": Reader("hosts", b"box1 slots=2\nbox2 slots=2\n", hostfile.read),
+    "hostfile": Reader("hosts", b"box1 slots=2\nbox2 slots=2\n", local.read_hostfile),
     "secret of a hostfile": Reader(
-        "secret", b"0123456789abcdef" * 2, hostfile.Hosts(Path("hosts"), ("a", "b"), None).secret
+        "secret", b"0123456789abcdef" * 2, local.Hosts(Path("hosts"), ("a", "b"), None).secret
     ),
     "DeepSpeed file": Reader("ds.json", b'{"zero_optimization": {"stage": 2}}', _recipe("train.deepspeed")),
     "accelerate file": Reader("a.yaml", b"mixed_precision: bf16\n", _accelerate),
@@ -315,15 +305,15 @@ READERS: dict[str, Reader] = {
     "result": _of_run("attempt-1/result.json", lambda path: result.result_of(_attempt(path)), refuses=False),
     "earlier runs": _of_run(
         "attempt-1/result.json",
-        lambda path: checkpoint_times.slowest(path.parents[2], [path.parents[1].name]),
+        lambda path: prepare.slowest_checkpoint(path.parents[2], [path.parents[1].name]),
         refuses=False,
     ),
     "job.json": _of_run("job.json", lambda path: replay.job_options(path.parent), refuses=False),
     "startup.json": _of_run(
-        "attempt-1/startup.json", lambda path: startup.read(_attempt(path), ["n1", "n2"]), refuses=False
+        "attempt-1/startup.json", lambda path: metrics.read_startup(_attempt(path), ["n1", "n2"]), refuses=False
     ),
     "source.json": Reader(
-        "source.json", b'{"folder": "/x", "commit": "0"}', lambda path: source.kept(path.parent), refuses=False
+        "source.json", b'{"folder": "/x", "commit": "0"}', lambda path: capsule.kept_source(path.parent), refuses=False
     ),
     "tokens in the cache": Reader(
         f"{'0' * 24}/manifest.json", b'{"dataset": "x"}', _tokens, refuses=False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dray.planning import tune_search
-from dray.runs import tune
+from dray.runs import study
 from dray.runs.study import Row
 
 # Eight micro-batches of one row take far longer than one of eight.
@@ -63,8 +63,8 @@ CAUSAL, MASKED = _RECIPE % (_GPT2, "causal"), _RECIPE % (_BERT, "masked")
 
 def among_the_best(by_search: Sequence[Row], by_grid: Sequence[Row]) -> bool:
     """As the grid has measured what the search has found: not beaten by more than noise."""
-    best = tune.best(by_search)
+    best = study.best_row(by_search)
     assert best
-    figures = {tuple(row.values.items()): tune.figure(row) for row in by_grid}
+    figures = {tuple(row.values.items()): study.figure(row) for row in by_grid}
     found = figures[tuple(best.values.items())]
     return found is not None and not any(figure and tune_search.beats(figure, found) for figure in figures.values())

@@ -17,7 +17,7 @@ from dray.contract import exit_codes
 from dray.contract.control_characters import cell, printable
 from dray.contract.findings import ConfigError, counted
 from dray.contract.trainer import image_tasks
-from dray.runs import local, run_in_image
+from dray.runs import local
 from dray.runs.prepare import read_recipe
 
 app = typer.Typer()
@@ -51,7 +51,7 @@ def inspect(
         report = Path(folder, "report.json")
         job = image_tasks.Inspect(settings.model_dump(mode="json"), rows, str(report))
         with redirect_stdout(sys.stderr):  # what the trainer prints
-            code = run_in_image.once(
+            code = local.run_in_image(
                 settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate")
             )
         if code:
@@ -85,9 +85,9 @@ def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "
     home.mkdir(parents=True, exist_ok=True)
     if not given:
         print(f"HF_HOME is not set: fetching into {home}, which all nodes must see")
-    settings = settings.model_copy(update={"pass_env": tuple({*settings.pass_env, *run_in_image.hub_variables()})})
+    settings = settings.model_copy(update={"pass_env": tuple({*settings.pass_env, *local.hub_variables()})})
     job = image_tasks.Prefetch(**settings.model_dump(mode="json", include={"data", "model", "evaluate"}))
-    return run_in_image.once(settings, job, engine=engine, folder=Path.cwd(), env={"HF_HUB_OFFLINE": "0"})
+    return local.run_in_image(settings, job, engine=engine, folder=Path.cwd(), env={"HF_HUB_OFFLINE": "0"})
 
 
 def show(found: Table) -> None:

@@ -11,8 +11,8 @@ import typer
 from dray import process
 from dray.cli.args import Run, Runs
 from dray.contract.findings import ConfigError
-from dray.runs import enter as inside
-from dray.runs import image_layer
+from dray.runs import prepare
+from dray.runs.active_run import enter as inside
 from dray.runs.status import status
 from dray.runs.store import find, require_own
 
@@ -47,7 +47,7 @@ def enter(
     layer = None
     if jupyter:
         command = inside.jupyter(plan, paths.folder / f"jupyter-{port}", port)
-        layer = image_layer.made(plan.variant, inside.JUPYTER)
+        layer = prepare.made_layer(plan.variant, inside.JUPYTER)
         print(f"on your own machine: {inside.tunnel(host if state.slurm_job else '', port)}")
         print("then open the last URL that JupyterLab prints here; Ctrl-C ends it")
         if not layer and not plan.layer:

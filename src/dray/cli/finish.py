@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from dray.planning.grace import DEFAULT_S
-from dray.runs import slurm, stop_reason, webhook
+from dray.runs import slurm, status
+from dray.runs.active_run.watch import read_webhook, tell_webhook
 from dray.runs.finish import finish as conclude
 from dray.runs.metrics import whole
 from dray.runs.result import summary
@@ -40,7 +41,7 @@ def finish(
     paths = attempt_at(run)
     known = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin and not sys.stdin.isatty() else ""
     grace = whole(Attempt(Run(paths.run), paths.attempt).plan, "grace_s") or DEFAULT_S
-    told = stop_reason.parse(known, now=time.time(), grace=grace)
+    told = status.stop_of_job(known, now=time.time(), grace=grace)
     # Slurm may signal the nodes alone, as in a preemption: then the job's script has heard nothing, and no rank fails.
     why = told if stopped or (code and told.by_slurm and not any(paths.failures.glob("*.json"))) else None
     fields = slurm.fields(known)
@@ -49,7 +50,7 @@ def finish(
         sys.stdout.reconfigure(errors="replace")
     with suppress(OSError):  # a full disk or a closed pipe; the exit code still tells
         print(text := summary(result, paths))
-        url = webhook.read(url_file) if url_file else ""
-        if url and (failed := webhook.tell(url, result, text)):
+        url = read_webhook(url_file) if url_file else ""
+        if url and (failed := tell_webhook(url, result, text)):
             print(f"warning: {failed}")
     return result.exit_code

@@ -17,8 +17,8 @@ from dray.cli.args import Run, Runs
 from dray.cli.on import On, hand_over
 from dray.cli.streams import is_gone, shown
 from dray.contract.findings import ConfigError
-from dray.runs import logs as files
-from dray.runs.logs import Log
+from dray.runs.active_run import logs as files
+from dray.runs.active_run.logs import Log
 from dray.runs.status import State, Watched
 from dray.runs.store import find, node_number
 

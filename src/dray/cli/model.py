@@ -16,8 +16,7 @@ from dray.config.recipe import Command, Recipe
 from dray.config.training import Evaluation
 from dray.contract.findings import ConfigError
 from dray.contract.trainer import image_tasks
-from dray.runs import run_in_image
-from dray.runs import trust as trusting
+from dray.runs import local, store
 from dray.runs.prepare import over, read_recipe
 from dray.runs.store import dig, find, newest_attempt, read_json
 
@@ -55,7 +54,7 @@ def evaluate(
     dray model eval RUN --tasks hellaswag,arc_easy -- --num_fewshot 5
     """
     folder = find(run, runs)
-    plan, model = run_in_image.ended(folder, trust=trust_run)
+    plan, model = local.ended_run(folder, trust=trust_run)
     settings = [*takewhile(lambda word: not word.startswith("-"), overrides or [])]
     options = (overrides or [])[len(settings) :]
     effective = _SETTINGS_OF_TASKS if tasks else _SETTINGS_OF_DATASETS
@@ -77,12 +76,12 @@ def evaluate(
         trusted = recipe.model.trust_remote_code
         asked = image_tasks.LmEval(str(model), tasks, options, recipe.image, per_device, trusted, bool(device_map))
         return _lm_eval(recipe, asked, engine)
-    if not trust_run and trusting.foreign(newest_attempt(folder)):
+    if not trust_run and store.foreign_path(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
-        trusting.require_no_functions(theirs, str(folder))
+        store.require_no_functions(theirs, str(folder))
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
     job = image_tasks.Evaluate(str(model), changed, bool(device_map))
-    return run_in_image.once(recipe, job, engine=engine, folder=model, sections=("data", "evaluate"), by_gpu=True)
+    return local.run_in_image(recipe, job, engine=engine, folder=model, sections=("data", "evaluate"), by_gpu=True)
 
 
 def _lm_eval(recipe: Recipe, job: image_tasks.LmEval, engine: str) -> int:
@@ -99,7 +98,7 @@ def _lm_eval(recipe: Recipe, job: image_tasks.LmEval, engine: str) -> int:
     folder.mkdir(exist_ok=True)
     named = [Path(option.partition("=")[2] or option) for option in job.options]
     recipe = _with_files(recipe, model, *(path for path in named if path.is_absolute() and path.exists()))
-    return run_in_image.once(recipe, job, engine=engine, folder=folder, sections=("evaluate", "layer"), by_gpu=True)
+    return local.run_in_image(recipe, job, engine=engine, folder=folder, sections=("evaluate", "layer"), by_gpu=True)
 
 
 def _with_files(recipe: Recipe, *files: Path) -> Recipe:
@@ -128,13 +127,13 @@ def generate(
 
     dray model generate RUN 'two: the' --tokens 40
     """
-    plan, model = run_in_image.ended(find(run, runs), trust=trust_run)
+    plan, model = local.ended_run(find(run, runs), trust=trust_run)
     objective = plan.recipe.train.objective if plan.recipe.train else "causal"
     job = image_tasks.Generate(
         str(model), objective, prompt, tokens or 0, temperature, seed,
         trust_remote_code=plan.recipe.model.trust_remote_code, device_map=bool(device_map),
     )  # fmt: skip
-    return run_in_image.once(plan.recipe, job, engine=engine, folder=model, by_gpu=True)
+    return local.run_in_image(plan.recipe, job, engine=engine, folder=model, by_gpu=True)
 
 
 @app.command()
@@ -156,7 +155,7 @@ def export(
 
     dray model export RUN --to weights --dtype bf16
     """
-    plan, paths = run_in_image.trained(find(run, runs), trust=trust_run)
+    plan, paths = local.trained_run(find(run, runs), trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     chosen = _step(folder, plan.run, step)
     target = _new(to or paths.run / f"exports/step-{chosen}")
@@ -164,7 +163,7 @@ def export(
     job = image_tasks.Export(checkpoint, str(target), dtype, plan.model_dump(mode="json"), format)
     # The container sees the checkpoints by the recipe's folder of them.
     recipe = plan.recipe.with_values("checkpoint", folder=str(folder), mirror="")
-    return run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
+    return local.run_in_image(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
 
 
 @app.command()
@@ -184,16 +183,16 @@ def push(
 
     dray model push RUN me/my-model
     """
-    plan, model = run_in_image.ended(find(run, runs), trust=trust_run)
+    plan, model = local.ended_run(find(run, runs), trust=trust_run)
     if not re.fullmatch("[^/]+/[^/]+", name):
         raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
     if adapter:
         model = model.with_name("adapter")
         if not model.is_dir():
             raise ConfigError("the run trained no LoRA", where=model, fix="leave out --adapter to push the model")
-    recipe = plan.recipe.model_copy(update={"pass_env": run_in_image.hub_variables()})
+    recipe = plan.recipe.model_copy(update={"pass_env": local.hub_variables()})
     job = image_tasks.Push(str(model), name, private=not public)
-    return run_in_image.once(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"})
+    return local.run_in_image(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"})
 
 
 @app.command("import")
@@ -242,7 +241,7 @@ def import_(
     seen = settings or Recipe(name="import", image="cpu", command=Command(argv=("true",)))
     seen = _with_files(seen, source.parent, *filter(None, [config]))
     folder = target.parent if target else Path(seen.checkpoint.folder)
-    return run_in_image.once(
+    return local.run_in_image(
         seen, job, engine=engine, folder=folder, sections=("data", "model", "checkpoint", "evaluate")
     )
 

@@ -27,7 +27,7 @@ from dray.config.recipe import Recipe
 from dray.images import store
 from dray.planning import missing_facts
 from dray.planning.schema import Plan
-from dray.runs import image_layer, prepare, requested_resources
+from dray.runs import prepare, submit
 from dray.runs.store import RunPaths, default_runs, new_id, run_named
 
 _MORE = "-v shows all: each environment variable and bind with its source, and what runs on each node"
@@ -62,7 +62,7 @@ def plan(
     if write:
         _write(asked, recipe, folder, run, gpu_memory)
         return
-    seen, choice = requested_resources.facts(
+    seen, choice = submit.job_facts(
         recipe, nodes, gpus_per_node or asked.gpus, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
     )
     asked.say()
@@ -77,7 +77,7 @@ def plan(
 
 def show(decided: Plan, *, verbose: bool) -> None:
     """Print the plan of a login node in ten lines, or all of it."""
-    print(f"{requested_resources.ASSUMED}\n")
+    print(f"{submit.ASSUMED}\n")
     print(render.text(decided) if verbose else f"{render.summary(decided)}\n{_MORE}\n", end="")
 
 
@@ -86,7 +86,7 @@ def _write(asked: Chosen, recipe: Recipe, runs: Path, run: str | None, gpu_memor
     seen = facts.parse(sys.stdin.buffer.read().decode(errors="replace"), where="standard input")
     seen = seen.model_copy(update={**store.within(Path(seen.image)), "gpu_memory_gb": gpu_memory})
     seen, choice = prepare.at_site(seen)
-    missing = [*missing_facts.ask(recipe, choice.site, seen), *image_layer.ask(recipe, choice.site, seen)]
+    missing = [*missing_facts.ask(recipe, choice.site, seen), *prepare.ask_for_layer(recipe, choice.site, seen)]
     if missing:
         print("\n".join(missing))
         return

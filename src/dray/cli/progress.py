@@ -8,7 +8,7 @@ from pathlib import Path
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted, duration
 from dray.planning.schema import Plan
-from dray.runs.logs import Growing, Output
+from dray.runs.active_run.logs import Growing, Output
 from dray.runs.metrics import LONGEST, Event, number, parsed, whole
 from dray.runs.store import RunPaths
 

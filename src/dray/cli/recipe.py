@@ -20,7 +20,7 @@ from dray.config.recipe import Recipe
 from dray.contract import files
 from dray.contract.findings import ConfigError, listed, nearest
 from dray.planning.world import divide
-from dray.runs import find_inputs
+from dray.runs import prepare
 from dray.runs.prepare import read_recipe, recipe_name
 
 app = typer.Typer()
@@ -58,7 +58,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     for scale in scales:
         if scale.batch and scale.ranks_per_node:
             divide(scale.batch, world_size=scale.nodes * scale.ranks_per_node)
-    if missing := find_inputs.missing_paths(checked):
+    if missing := prepare.missing_paths(checked):
         raise ConfigError(
             "files that the recipe names are missing on this machine",
             where=recipe,

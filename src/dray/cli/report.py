@@ -17,7 +17,7 @@ from dray.config.training import Tracker
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.contract.trainer import image_tasks
-from dray.runs import run_in_image
+from dray.runs import local
 from dray.runs.report import sections
 from dray.runs.report.data import gather
 from dray.runs.store import find, require_own
@@ -87,7 +87,7 @@ def _require(file: Path) -> None:
 def _sync(run: Path, to: list[str], *, follow: bool) -> int:
     """Send what was not sent before; return the exit code."""
     require_own(run)  # what was sent is recorded in it
-    plan, paths = run_in_image.trained(run)
+    plan, paths = local.trained_run(run)
     trackers = plan.recipe.train.trackers if plan.recipe.train else ()
     names = list(dict.fromkeys(to or [name for name in trackers if name not in _LOCAL]))
     known = get_args(Tracker)
@@ -100,7 +100,7 @@ def _sync(run: Path, to: list[str], *, follow: bool) -> int:
             fix="--to wandb, even if the recipe does not name it",
         )
     prefixes = tuple(f"{name.partition('_')[0].upper()}_" for name in names)
-    given = (*run_in_image.hub_variables(), *(name for name in os.environ if name.startswith(prefixes)))
+    given = (*local.hub_variables(), *(name for name in os.environ if name.startswith(prefixes)))
     recipe = plan.recipe.model_copy(update={"env": {}, "pass_env": given})
     job = image_tasks.Sync(str(paths.run), plan.run, plan.recipe.name, names, follow)
-    return run_in_image.once(recipe, job, engine="bare", folder=paths.run, env={"HF_HUB_OFFLINE": "0"})
+    return local.run_in_image(recipe, job, engine="bare", folder=paths.run, env={"HF_HUB_OFFLINE": "0"})

@@ -30,12 +30,11 @@ from dray.cli.args import (
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
-from dray.runs import cost, local, prepare
-from dray.runs import hostfile as hostfiles
+from dray.runs import local, metrics, prepare
 from dray.runs.finish import finish
 from dray.runs.result import summary
 from dray.runs.slurm import Allocation, allocation_environment
-from dray.runs.stop_reason import Stop, utc
+from dray.runs.status import Stop, utc
 from dray.runs.store import RunPaths, default_runs, run_named
 
 
@@ -99,7 +98,7 @@ def run(
         gpus_per_node = gpus_per_node or ranks or asked.gpus
     name, only, proof = run.name if run else "", None, ""
     if hostfile:
-        machines = hostfiles.read(hostfile)
+        machines = local.read_hostfile(hostfile)
         name = name or recipe.name
         only, proof = machines.here(node), machines.secret(secret)
         facts = machines.facts(recipe, run=name, engine=starter, gpus_per_node=gpus_per_node, site=site)
@@ -128,7 +127,7 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str = "", only: int | None = 
         except KeyboardInterrupt as stop:  # all started processes have ended by now
             code = 128 + signal.Signals[str(stop) or "SIGINT"]
             stopped = Stop(str(stop) or "Ctrl-C", utc())
-    spent = cost.here(paths, plan, time.monotonic() - began) if only is None else None
+    spent = metrics.cost_here(paths, plan, time.monotonic() - began) if only is None else None
     result = finish(paths, code=code, stopped=stopped, spent=spent)
     print(summary(result, paths, again, progress.rank))
     return result.exit_code

@@ -18,7 +18,7 @@ from dray.cli.args import Json, Runs
 from dray.cli.on import On, hand_over
 from dray.contract.control_characters import cell
 from dray.contract.findings import ConfigError
-from dray.runs import cost
+from dray.runs import metrics
 from dray.runs.slurm import Slurm
 from dray.runs.status import STATES, State, listed
 from dray.runs.store import default_runs, newest_first
@@ -103,5 +103,5 @@ def _cells(seen: State) -> dict[str, str]:
         "LOSS": "" if seen.loss is None else f"{seen.loss:.3f}",
         "STARTED": times.local(seen.started),
         "ATTEMPTS": str(seen.attempts),
-        "COST": cost.text(seen.spent),
+        "COST": metrics.cost_text(seen.spent),
     }

@@ -10,12 +10,11 @@ from dray.cli.args import Json, Run, Runs
 from dray.cli.on import On, hand_over
 from dray.contract.control_characters import cell
 from dray.contract.findings import counted, duration
-from dray.runs import cost, startup
+from dray.runs import metrics
 from dray.runs import status as statuses
 from dray.runs.result import result_of, summary
 from dray.runs.slurm import meaning
-from dray.runs.status import State
-from dray.runs.stop_reason import utc
+from dray.runs.status import State, utc
 from dray.runs.store import find
 
 _NODES = 8
@@ -45,9 +44,9 @@ def status(
 def text(seen: State) -> list[str]:
     """The state in a few lines."""
     lines = [head(seen), *waiting(seen)]
-    start = [f"  {startup.text(seen.startup)}"] if seen.startup else []
+    start = [f"  {metrics.startup_text(seen.startup)}"] if seen.startup else []
     if seen.spent:
-        start.append(f"  cost: {cost.text(seen.spent)}")
+        start.append(f"  cost: {metrics.cost_text(seen.spent)}")
     result = result_of(seen.paths) if seen.paths and seen.state != statuses.RUNNING else None
     if result and seen.paths:
         return [*lines, *start, *summary(result, seen.paths).splitlines()]

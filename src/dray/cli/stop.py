@@ -8,7 +8,7 @@ import typer
 
 from dray.cli.args import NamedRun, Runs
 from dray.cli.on import On, hand_over
-from dray.runs import request_stop
+from dray.runs.active_run.stop import stop_run
 from dray.runs.store import find, require_own
 
 
@@ -30,7 +30,7 @@ def stop(
     """
     hand_over(on)
     try:
-        request_stop.stop(require_own(find(run, runs)), now=now, wait=not no_wait, say=partial(print, flush=True))
+        stop_run(require_own(find(run, runs)), now=now, wait=not no_wait, say=partial(print, flush=True))
     except KeyboardInterrupt:
         print("the run still saves and ends; dray stop shows how it ended")
         raise typer.Exit(130) from None

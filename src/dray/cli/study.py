@@ -21,11 +21,10 @@ from dray.fitness import network_and_site
 from dray.planning import tune_search
 from dray.planning.tune_search import KEYS, Value
 from dray.planning.world import divide
-from dray.runs import find_inputs, prepare, status, tune
+from dray.runs import prepare, status
 from dray.runs import study as studies
 from dray.runs.store import default_runs, new_id
-from dray.runs.study import PARITY, Member, Study
-from dray.runs.tune import Tuner
+from dray.runs.study import PARITY, Member, Study, Tuner
 
 app = typer.Typer()
 PerNode = Annotated[
@@ -168,7 +167,7 @@ def _show(folder: Path, *, as_json: bool = False) -> int:
     """Print the table; 1 if a run failed or losses differ, with tune if no candidate runs."""
     study = studies.load(folder)
     rows = studies.look(folder, study)
-    best = tune.best(rows) if study.kind == "tune" else None
+    best = studies.best_row(rows) if study.kind == "tune" else None
     if as_json:
         document = {"study": str(folder), "kind": study.kind, "runs": [row.model_dump() for row in rows]}
         print(json.dumps(document | {"best": best and best.run}, indent=1))
@@ -186,7 +185,7 @@ def tune_recipe(
     overrides: Overrides = None,
     every: Annotated[bool, typer.Option("--all", help="Measure all candidates instead of searching.")] = False,
     steps: Annotated[
-        int, typer.Option(min=5, max=10_000, help=f"Steps to measure, after {tune.WARM_UP} warm-up steps.")
+        int, typer.Option(min=5, max=10_000, help=f"Steps to measure, after {studies.TUNE_WARM_UP} warm-up steps.")
     ] = 10,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time limit of each candidate.")] = 900,
     nodes: Nodes = None,
@@ -222,13 +221,15 @@ def tune_recipe(
             "dray study tune is for dray's own trainer", wanted="a recipe with [train] and [batch]",
             fix="dray study sweep RECIPE KEY=VALUE,VALUE compares settings of a command",
         )  # fmt: skip
-    place = tune.place(read, os.environ, nodes=nodes, here=here, site=site)
+    place = studies.tuning_place(read, os.environ, nodes=nodes, here=here, site=site)
     plan = place.first(read)
     fixed = [setting.partition("=")[0] for setting in settings]
     space = tune_search.space(plan, given, [*given] or [key for key in KEYS if key not in fixed])
-    configuration = find_inputs.files(plan.recipe, place.facts).configuration or {}
+    configuration = prepare.find_inputs(plan.recipe, place.facts).configuration or {}
     tolerance, reason = tune_search.tolerance(plan.recipe, configuration, exact=PARITY)
-    study = Study(kind="tune", recipe=str(recipe), site=site, warm_up=tune.WARM_UP, tolerance=tolerance, reason=reason)
+    study = Study(
+        kind="tune", recipe=str(recipe), site=site, warm_up=studies.TUNE_WARM_UP, tolerance=tolerance, reason=reason
+    )
     folder = (runs or default_runs()).absolute() / new_id(f"tune-{read.name}")
     print(folder, flush=True)
     watched = ["env", "-u", "ENVIRONMENT", "timeout", "--foreground", "--signal=INT", "--kill-after=60", f"{limit:g}"]

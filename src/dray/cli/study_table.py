@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dray.contract.control_characters import cell, printable
-from dray.runs import tune
-from dray.runs.study import Row, Study
+from dray.runs.study import Row, Study, speed
 
 # Of each column its name, the attribute of the row, and how both are written: < is on the left.
 _COLUMNS = {
@@ -44,7 +43,7 @@ def text(study: Study, rows: Sequence[Row], best: Row | None) -> list[str]:
     notes = [_losses(study, rows)] if study.tolerance else []
     notes += [printable(f"{row.label}: {row.apart or row.why}") for row in rows if row.apart or row.why]
     if best:
-        notes.append(f"best: {best.label}: {tune.speed(best)}")
+        notes.append(f"best: {best.label}: {speed(best)}")
     return [*map(str.rstrip, lines), *([""] if notes else []), *notes]
 
 

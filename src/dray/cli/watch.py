@@ -12,10 +12,9 @@ from dray.cli.args import Run, Runs, program
 from dray.config import dray_home
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import webhook
+from dray.runs.active_run.watch import Watcher, post_to_webhook, read_webhook
 from dray.runs.status import DONE, FAILED, STOPPED, State
 from dray.runs.store import find, require_own
-from dray.runs.watch import Watcher
 
 _SENDMAIL = 'PATH=$PATH:/usr/sbin:/usr/lib; printf "%s\\n" "$1" | sendmail -t'
 
@@ -46,7 +45,7 @@ def watch(
             _mail(mail, seen, line)
         if url and seen.state not in (DONE, FAILED, STOPPED):  # the job itself tells its end
             text = f"{seen.run}: {line}"
-            if failed := webhook.post(url, text, run=seen.run, status=seen.state, steps=seen.step):
+            if failed := post_to_webhook(url, text, run=seen.run, status=seen.state, steps=seen.step):
                 print(f"dray: warning: {failed}")
 
     def submit() -> None:
@@ -64,7 +63,7 @@ def watch(
 
 
 def _webhook() -> str:
-    return webhook.read(Path(os.environ.get("DRAY_WEBHOOK_FILE") or dray_home.configuration() / "webhook"))
+    return read_webhook(Path(os.environ.get("DRAY_WEBHOOK_FILE") or dray_home.configuration() / "webhook"))
 
 
 def _mail(address: str, seen: State, line: str) -> None:

@@ -9,8 +9,8 @@ import typer
 from dray.cli.args import Json, Run, Runs, typed
 from dray.cli.on import On, bring_back, hand_over
 from dray.contract.findings import ConfigError
-from dray.runs import archive
-from dray.runs import why as reasons
+from dray.runs.report import archive
+from dray.runs.report import why as reasons
 from dray.runs.store import find
 
 

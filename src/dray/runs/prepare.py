@@ -1,32 +1,41 @@
-"""Read a recipe, plan its run, and write the run's folder with everything that a node needs."""
+"""Read a recipe, look up what its plan needs, and write the run's folder with everything that a node needs."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import shlex
-from collections.abc import Sequence
+import stat
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dray import __version__, render
+from dray import __version__, engines, render
 from dray import facts as probed
-from dray.config import accelerate_file, deepspeed_file, sites
+from dray.config import accelerate_file, deepspeed_file, dray_home, sites
 from dray.config.data import with_text
 from dray.config.load_toml import load, put, validate
-from dray.config.recipe import Recipe
-from dray.contract import files, node
+from dray.config.recipe import Command, Recipe
+from dray.config.site import Site
+from dray.contract import exit_codes, files, node
 from dray.contract.files import write_atomic
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, Finding
 from dray.contract.trainer import dataset
-from dray.facts import Facts, to_text
+from dray.facts import Facts, Files, Layer, to_text
 from dray.fitness import variables
+from dray.images import store
+from dray.images.layers import layer_lock
+from dray.images.locks import lock
+from dray.images.sif import record, verify
 from dray.planning import environment, image, world
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs import capsule, checkpoint_times, find_inputs, image_layer
+from dray.runs import capsule
+from dray.runs.metrics import number
 from dray.runs.store import (
     Run,
     RunPaths,
@@ -147,12 +156,12 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths) 
     """The plan of this recipe on these facts at this site, with its findings."""
     runs = paths.run.parent
     hub = environment.hub(facts, PurePosixPath(runs))
-    inputs = find_inputs.files(recipe, facts.model_copy(update={"hf_home": hub}))
-    earlier = checkpoint_times.earlier(runs, recipe.name)
-    save_s, save_run = checkpoint_times.slowest(runs, earlier) or (None, "")
+    inputs = find_inputs(recipe, facts.model_copy(update={"hf_home": hub}))
+    earlier = earlier_runs(runs, recipe.name)
+    save_s, save_run = slowest_checkpoint(runs, earlier) or (None, "")
     inputs = inputs.model_copy(
         update={
-            "layer": image_layer.look(recipe, choice.site, facts),
+            "layer": find_layer(recipe, choice.site, facts),
             "save_s": save_s,
             "save_run": save_run,
             "earlier": paths.attempt > 1 or any(run != paths.run.name for run in earlier),
@@ -229,3 +238,190 @@ def _make_cache(folder: Path) -> None:
             found=why,
             fix=f"chmod go-w {shlex.quote(str(folder))}; if it is not yours, set DRAY_RUNS to a folder of your own",
         )
+
+
+# Models, datasets and programs ---------------------------------------------------------------------------------------
+
+
+def find_inputs(recipe: Recipe, facts: Facts) -> Files:
+    """What the plan needs to know of files. A job's planner sees only HF_HOME: the nodes check other paths."""
+    if recipe.command:
+        in_job = facts.scheduler == "slurm" and not facts.login
+        return Files(findings=() if in_job else tuple(_program(recipe.command)))
+    cache = Path(recipe.env.get("HF_HOME", facts.hf_home) or "/nonexistent", "hub")
+    return Files(
+        configuration=_configuration(recipe, cache),
+        missing_on_hub=tuple(_missing_on_hub(recipe, cache)),
+        missing_paths=missing_paths(recipe) if facts.login else {},
+    )
+
+
+def missing_paths(recipe: Recipe) -> dict[str, str]:
+    """The files and folders that the recipe names and this machine does not have, by key."""
+    missing = {}
+    for key, name in recipe.places().items():
+        path = Path(name)
+        if not path.exists() and not any(path.parent.glob(path.name)):  # it may be a pattern
+            missing[key] = name
+    return missing
+
+
+def _configuration(recipe: Recipe, cache: Path) -> dict[str, Any] | None:
+    """The model's config.json, as transformers will read it."""
+    model = recipe.model
+    try:
+        if model.name:
+            return {**_model_config(model.name, model.revision, cache), **model.config}
+        tokenizer = _model_config(model.tokenizer, model.tokenizer_revision, cache) if model.tokenizer else {}
+    except (OSError, ValueError, ConfigError):  # the nodes report what is wrong
+        return None
+    vocabulary = tokenizer.get("vocab_size", 257)  # without a tokenizer, one for each byte
+    return {"model_type": model.type, "vocab_size": vocabulary, **model.config}
+
+
+def _model_config(name: str, revision: str, cache: Path) -> dict[str, Any]:
+    """The config.json of a folder or of the hub's cache."""
+    folder = Path(name)
+    if not name.startswith(("/", ".")):
+        cached = _cached(cache, "models", name)
+        ref = cached / "refs" / revision
+        folder = cached / "snapshots" / (files.read(ref).decode().strip() if ref.is_file() else revision)
+    found = files.parse_json(files.read(folder / "config.json").decode(), "the model", folder)
+    return found if isinstance(found, dict) else {}
+
+
+def _cached(cache: Path, kind: str, name: str) -> Path:
+    return cache / f"{kind}--{name.replace('/', '--')}"
+
+
+def _missing_on_hub(recipe: Recipe, cache: Path) -> Iterator[str]:
+    models = [name for name in (recipe.model.name, recipe.model.tokenizer) if name and name[0] not in "/."]
+    named = [("models", name) for name in models]
+    for name in recipe.datasets().values():
+        source = dataset.parse(name)
+        if source.builder == dataset.HUB:  # OWNER/NAME[@REVISION][/SUBSET]
+            named.append(("datasets", "/".join(source.files.partition("@")[0].split("/")[:2])))
+    for kind, name in dict.fromkeys(named):
+        if not _cached(cache, kind, name).is_dir():
+            yield name
+
+
+def _program(command: Command) -> Iterator[Finding]:
+    """Why the command's own script cannot be started; a program of PATH or of the image is not looked for."""
+    word, path = command.argv[0], Path(command.folder, command.argv[0])
+    is_script = word.endswith(".py")
+    in_image = word.startswith("/") and not path.is_relative_to(command.folder)
+    if in_image or ("/" not in word and not is_script):
+        return
+    if not path.is_file():
+        found, fix = f"{path} is not a file", "correct the path; it starts in the current or in the recipe's folder"
+    elif not is_script and not os.access(path, os.X_OK):
+        found, fix = f"{path} may not be executed", shlex.join(["chmod", "+x", str(path)])
+    else:
+        return
+    yield Finding("the command cannot be started", found=found, fix=fix, code=exit_codes.CONFIG)
+
+
+# The layer -----------------------------------------------------------------------------------------------------------
+
+_NOBODY = 65534
+
+
+def ask_for_layer(recipe: Recipe, site: Site, facts: Facts) -> list[str]:
+    """The line that asks slurm/plan.sh to bind the layer into the planner's container; empty if that is done.
+
+    A layer is one variant's, and only an adopted image itself tells its variant.
+    """
+    if facts.layer or not (facts.image_given or image.is_adopted(recipe, facts)):
+        return []
+    file = _layer_file(recipe, site, facts.model_copy(update={"engine": site.engine or facts.engine}))
+    return [f"layer={file}"] if file else []
+
+
+def find_layer(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
+    """The layer, from its record; None if the recipe names none or the engine cannot bind one."""
+    file = _layer_file(recipe, site, facts)
+    if not file:
+        return None
+    variant = image.variant(recipe, site, facts).value
+    fix = f"dray image layer {variant} --pip PACKAGE --name {recipe.layer}"
+    if not file.is_file():
+        raise ConfigError("the layer does not exist", wanted=file, fix=fix)
+    if not (files.is_own(file) or _is_hidden(file)):
+        owner, build = file.stat(), dray_home.root() / "build"
+        raise ConfigError(
+            "another user may change the layer, and every rank runs its code",
+            where=file,
+            wanted="a file of yours or of root's, which not everybody may write",
+            found=f"a file of user {owner.st_uid}, mode {owner.st_mode & 0o7777:04o}",
+            fix=f"cp {shlex.quote(str(file))}{{,.json}} {shlex.quote(str(build))}/, and name that copy",
+        )
+    layer, needs = _recorded_layer(file)
+    if layer is None or verify.digest(file) != layer.digest:
+        raise ConfigError(
+            "the layer differs from its record, or has none",
+            where=file,
+            wanted=f"the digest in {record.path_for(file)}",
+            fix=f"copy the layer again with its record, or {fix}",
+        )
+    return layer.model_copy(update={"changed": tuple(layer_lock.unfit(needs, _image_packages(variant)))})
+
+
+def made_layer(variant: str, name: str) -> Layer | None:
+    """The layer with this name; None if `dray image layer` did not make it here."""
+    return _recorded_layer(store.layer(dray_home.root(), variant, name).absolute())[0]
+
+
+def _recorded_layer(file: Path) -> tuple[Layer | None, dict[str, str]]:
+    """The layer as its record tells it, and the packages that it was locked for."""
+    known = record.read(file) if file.is_file() else None
+    if known is None or not known.python:  # an image's own record names no Python
+        return None, {}
+    digest = f"sha256:{known.sif.sha256}"
+    return Layer(file=str(file), digest=digest, variant=known.variant, packages=known.packages), known.needs
+
+
+def _is_hidden(file: Path) -> bool:
+    """Whether this container shows all other users as nobody; the job's script checked the owner outside."""
+    found, users = file.stat(), Path("/proc/self/uid_map").read_text(encoding="ascii").split()
+    return found.st_uid == _NOBODY and users[2:] == ["1"] and not found.st_mode & stat.S_IWOTH
+
+
+def _layer_file(recipe: Recipe, site: Site, facts: Facts) -> Path | None:
+    if recipe.layer is None or not engines.get(facts.engine).binds_layers:
+        return None
+    return store.layer(dray_home.root(), image.variant(recipe, site, facts).value, recipe.layer)
+
+
+def _image_packages(variant: str) -> dict[str, str]:
+    """The image's packages, from the image around this program, or from the checkout's lock."""
+    try:
+        found = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))["packages"]
+        return {re.sub(r"[-_.]+", "-", name).lower(): str(version) for name, version in found.items()}
+    except (OSError, ValueError, KeyError):
+        pins = lock.read(dray_home.root() / f"containers/{variant}/requirements.lock")
+        return {pin.name: pin.version for pin in pins}
+
+
+# Checkpoints of earlier runs -----------------------------------------------------------------------------------------
+
+_EARLIER_RUNS = 8  # the newest ones
+
+
+def earlier_runs(runs: Path, name: str) -> list[str]:
+    """The runs of this recipe, newest first."""
+    pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-(\d+|[0-9a-f]{{6}})")
+    with suppress(OSError):
+        return sorted(filter(pattern.fullmatch, os.listdir(runs)), reverse=True)  # noqa: PTH208
+    return []
+
+
+def slowest_checkpoint(runs: Path, names: Sequence[str]) -> tuple[float, str] | None:
+    """Seconds of the slowest checkpoint, and the run's name, from the first of these runs that recorded it."""
+    for name in names[:_EARLIER_RUNS]:
+        with suppress(OSError):
+            run = Run(runs / name)
+            saves = [number(attempt.result, "save_s") or 0.0 for attempt in run.attempts]
+            if any(saves) and run.owner == os.geteuid():
+                return max(saves), name
+    return None

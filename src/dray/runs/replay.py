@@ -18,10 +18,10 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import capsule, compare, submit, trust
+from dray.runs import capsule, compare, submit
 from dray.runs.capsule import Capsule
 from dray.runs.compare import Difference, LossComparison
-from dray.runs.store import Run, RunPaths, new_id, newest_attempt, plan_of
+from dray.runs.store import Run, RunPaths, foreign_path, new_id, newest_attempt, plan_of
 
 _STEM = "replay"
 _THREADS = "OMP_NUM_THREADS"
@@ -85,7 +85,7 @@ def foreign(run: Original) -> str:
     """Why the run may be another user's, whose recipe names code that nobody here has read; empty for an own run."""
     if not run.paths.secret.exists():
         return f"{run.folder}, a copy without {run_folder.SECRET}"
-    return trust.foreign(run.paths)
+    return foreign_path(run.paths)
 
 
 def require_own(run: Original) -> None:

@@ -15,8 +15,7 @@ from dray.contract import files
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted
 from dray.contract.ranges import compress_hosts
-from dray.runs.cost import Cost, Spent
-from dray.runs.startup import Startup
+from dray.runs.metrics import Cost, Spent, Startup
 from dray.runs.store import Attempt as StoredAttempt
 from dray.runs.store import Run, RunPaths, attempts, require_version
 

@@ -1,10 +1,11 @@
-"""The state of a run: whether it waits, runs or has ended, how far it is, and how it ended.
+"""The state of a run: whether it waits, runs or has ended, how far it is, and what stopped it.
 
 Only `status` decides, from the run's files, Slurm's queue, and the run's process on this machine.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -19,11 +20,9 @@ from pydantic_core import from_json, to_json
 from dray.contract import files, processes, run_folder, scratch
 from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError
-from dray.runs import metrics, startup, stop_reason
-from dray.runs.cost import Spent
+from dray.runs import metrics, slurm
+from dray.runs.metrics import Spent, Startup
 from dray.runs.slurm import JUST_S, Job, Slurm
-from dray.runs.startup import Startup
-from dray.runs.stop_reason import Stop, utc
 from dray.runs.store import Attempt, Queued, Run, RunPaths, Table, dig, is_run, last_attempt, read_json, reason, written
 
 QUEUED, RUNNING, DONE, FAILED, STOPPED, LOST, NO_RESULT = STATES = (
@@ -42,8 +41,10 @@ _STAGES = (
 """What happens before the first line of metrics, by the newest of these files."""
 
 _LEASE = f"{run_folder.CHECKPOINTS}/lease.json"  # which the trainer touches
+# An attempt's logs with Slurm's messages about its end; the jobs' own logs are in the run folder.
+_SLURM_LOGS = (f"{run_folder.LOGS}/srun.log", run_folder.node_log(0))
 # Of an attempt, the files that tell how it ended if it was killed.
-_END_FILES = (run_folder.PLAN, run_folder.METRICS, run_folder.STOP, *stop_reason.LOGS)
+_END_FILES = (run_folder.PLAN, run_folder.METRICS, run_folder.STOP, *_SLURM_LOGS)
 _SLOW = 4  # the last reports of slow ranks
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _NOT_SHOWN = Field(exclude=True)
@@ -366,7 +367,7 @@ def _of_attempt(run: Run, attempt: Attempt, holder: _Holder, slurm: Slurm, *, cl
     except OSError as wrong:
         run.warnings.append(f"{attempt.paths.metrics} cannot be read: {reason(wrong)}")
     if closely and state != QUEUED:
-        fields["startup"] = startup.read(attempt.paths, attempt.nodes)
+        fields["startup"] = metrics.read_startup(attempt.paths, attempt.nodes)
         fields["live"] = _live(attempt, tail, fields["steps"])
     step = next((event for event in reversed(tail) if event.get("event") == "step"), {})
     fields |= {name: step.get(name) for name in ("step", "loss", "tokens_per_s")}
@@ -408,10 +409,10 @@ def _result(result: Table, run: Run, *, closely: bool) -> Table:
 
 def _lost(attempt: Attempt) -> tuple[str, Stop | None]:
     """The state of an attempt that is gone: stopped if somebody asked for it, else lost."""
-    stopped = stop_reason.of_files(attempt.paths.folder, attempt.job, attempt.began)
+    stopped = stop_in_logs(attempt.paths.folder, attempt.job, attempt.began)
     if stopped is None:
-        reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": stop_reason.TERM}
-        for line in stop_reason.asked(attempt.paths.folder):
+        reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": TERM}
+        for line in stop_requests(attempt.paths.folder):
             if line in reasons:
                 stopped = Stop(reasons[line], utc(written(attempt.paths.stop) or 0.0))
     return (STOPPED, stopped) if stopped and stopped.by_wish else (LOST, None)
@@ -423,12 +424,12 @@ def _by_files(attempt: Attempt) -> tuple[str, Stop | None]:
     held = scratch.held(attempt.plan.get("scratch"))
     if held:
         return RUNNING, None
-    if held is False or stop_reason.of_files(paths.folder, attempt.job, attempt.began):
+    if held is False or stop_in_logs(paths.folder, attempt.job, attempt.began):
         return _lost(attempt)
     lease = written(paths.run / _LEASE) or 0.0
     if max(lease, _sign_of_life(paths)) > time.time() - FRESH_S:
         return RUNNING, None
-    return _lost(attempt) if "TERM" in stop_reason.asked(paths.folder) else (NO_RESULT, None)
+    return _lost(attempt) if "TERM" in stop_requests(paths.folder) else (NO_RESULT, None)
 
 
 def _sign_of_life(paths: RunPaths) -> float:
@@ -468,7 +469,7 @@ def _notes(attempt: Attempt, tail: list[metrics.Event]) -> Iterator[str]:
     for event in [event for event in tail if event.get("event") == "slow"][-_SLOW:]:
         yield f"slow: rank {event.get('rank')} on {event.get('node')}, {event.get('times')} times the median rank"
     yield from metrics.result_warnings(tail)
-    if asked := stop_reason.asked(attempt.paths.folder):
+    if asked := stop_requests(attempt.paths.folder):
         yield f"asked to save and end ({asked[0][:40]})"
 
 
@@ -508,3 +509,104 @@ class Watched:
             wait = self.next_s
         self._since = self._since or now
         return now >= self._since + wait
+
+
+# What stopped a run --------------------------------------------------------------------------------------------------
+
+TIME_LIMIT, PREEMPTION, REQUEUE, TERM = "the time limit", "preemption", "scontrol requeue", "SIGTERM"
+_BY_STATE = {
+    "TIMEOUT": TIME_LIMIT,
+    "PREEMPTED": PREEMPTION,
+    "NODE_FAIL": "a node failure",
+    "DEADLINE": "its deadline",
+    "CANCELLED": "scancel",
+    "OUT_OF_MEMORY": "the memory limit",
+}
+_EARLY_S = 120  # Slurm may send a signal a minute early, and counts time limits in minutes
+_CLOCKS_S = 10.0  # between the clocks of a node and of the disk
+# srun also cancels a step after a task has failed; then the batch script continues and writes a result.
+_CANCELLED = re.compile(
+    r"\*\*\* (?:JOB|STEP) (\d+)\S{0,60} ON \S{1,300} CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)"
+    r"(?: DUE TO ([A-Z ]{1,40}\b))?"
+)
+_DUE_TO = {
+    None: "scancel",
+    "TIME LIMIT": TIME_LIMIT,
+    "PREEMPTION": PREEMPTION,
+    "NODE FAILURE": "a node failure",
+    "JOB REQUEUE": REQUEUE,
+}
+
+
+class Stop(NamedTuple):
+    """What stopped a run, and when."""
+
+    reason: str
+    at: str
+
+    @property
+    def by_wish(self) -> bool:
+        """Whether somebody, or a known limit, asked for the end."""
+        return self.reason not in ("a node failure", "the memory limit")
+
+    @property
+    def by_slurm(self) -> bool:
+        """Whether Slurm itself gave this reason."""
+        return self.reason in (REQUEUE, *_BY_STATE.values())
+
+
+def stop_of_job(text: str, *, now: float, grace: int) -> Stop:
+    """The stop, from `signal=NAME at=SECONDS end=SECONDS restarts=COUNT` and, if Slurm answered, `scontrol show job`.
+
+    SIGUSR1 about `grace` seconds before the end means the time limit.
+    """
+    fields = slurm.fields(text)
+    numbers = {name: int(value) for name, value in fields.items() if re.fullmatch("[0-9]{1,11}", value)}
+    at, end = numbers.get("at") or now, numbers.get("end", math.inf)
+    name, state = fields.get("signal") or "TERM", slurm.end_state(fields)
+    if state in _BY_STATE:
+        reason = _BY_STATE[state]
+    elif at >= end - 1 or (name == "USR1" and end - at <= grace + _EARLY_S):
+        reason = TIME_LIMIT
+    elif numbers.get("Restarts", 0) > numbers.get("restarts", math.inf):
+        reason = REQUEUE
+    else:
+        # An ending job without another reason was cancelled; a job that still runs only got a signal.
+        reason = "scancel" if state == "COMPLETING" else f"SIG{name}"
+    return Stop(reason, utc(at))
+
+
+def reason_of_state(state: str) -> str:
+    """What stopped a job with this sacct state, such as `CANCELLED by 1000`; empty if it ended by itself."""
+    return _BY_STATE.get(state.partition(" ")[0], "")
+
+
+def stop_requests(attempt: Path) -> list[str]:
+    """Who asked an attempt to end: `dray stop`, or the signals that its batch script received."""
+    with suppress(OSError):
+        return files.read(attempt / run_folder.STOP).decode(errors="replace").splitlines()
+    return []
+
+
+def stop_in_logs(attempt: Path, job: int, began: float) -> Stop | None:
+    """What ended an attempt without a result, from Slurm's messages in its logs.
+
+    Slurm shows `dray stop` as scancel. Messages from before the attempt `began` belong to earlier attempts. An array
+    names its tasks' logs, and a job that follows another writes into that one's log.
+    """
+    logs = (*sorted(attempt.parent.glob("job-*.log")), *(attempt / name for name in _SLURM_LOGS))
+    for line in (line for log in logs for line in files.tail(log)):
+        found = _CANCELLED.search(line[:1000])
+        if not found or found[3] not in _DUE_TO or job not in (0, int(found[1])):
+            continue
+        with suppress(ValueError, OverflowError):
+            at = time.mktime(time.strptime(found[2], "%Y-%m-%dT%H:%M:%S"))
+            if at >= began - _CLOCKS_S:
+                by_user = run_folder.BY_USER in stop_requests(attempt)
+                return Stop(run_folder.BY_USER if by_user else _DUE_TO[found[3]], utc(at))
+    return None
+
+
+def utc(seconds: float | None = None) -> str:
+    """The time in UTC, as in result.json."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

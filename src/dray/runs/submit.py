@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from dray import process
 from dray.config import dray_home, sites
@@ -16,10 +20,13 @@ from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import files, run_folder
 from dray.contract.control_characters import control_characters
-from dray.contract.findings import ConfigError, DrayError, Finding, error
+from dray.contract.findings import ConfigError, DrayError, Finding, counted, error, listed, nearest
+from dray.facts import Facts
+from dray.fitness import network_and_site
 from dray.images import store
+from dray.planning import image
 from dray.planning.schema import Plan
-from dray.runs import prepare, requested_resources, sbatch_errors, slurm, source, status
+from dray.runs import capsule, local, prepare, slurm, status
 from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
 _EXPEDITE = "enable_expedited_requeue"
@@ -85,11 +92,9 @@ def _escaped(folder: str) -> str:
     return folder.replace("%", "%%")
 
 
-def planned(
-    recipe: Recipe, attempt: RunPaths, submission: Submission, known: requested_resources.Known | None = None
-) -> Job:
+def planned(recipe: Recipe, attempt: RunPaths, submission: Submission, known: Known | None = None) -> Job:
     """The attempt's plan, and the command that submits it. ConfigError if the plan is refused."""
-    facts, choice = requested_resources.facts(
+    facts, choice = job_facts(
         recipe, submission.nodes, submission.gpus, submission.site, ranks=submission.ranks or None,
         options=(*(submission.before or ()), *submission.options), gpu_memory=submission.gpu_memory, known=known,
     )  # fmt: skip
@@ -202,7 +207,7 @@ def enqueue(
 ) -> list[Queued]:  # fmt: skip
     """Make the run folders, each with its number in a job array, and submit. If sbatch refuses, remove new folders."""
     new = list[Path]()
-    found_code = source.look(code)
+    found_code = capsule.find_source(code)
     try:
         for run in runs:
             is_new = not run.exists()
@@ -213,7 +218,7 @@ def enqueue(
                 files.write_atomic(run / name, text)
         job = slurm.sbatch(argv)
     except slurm.NoJobNumberError as unknown:
-        unknown.amend(where=sbatch_errors.command(argv))
+        unknown.amend(where=sbatch_command(argv))
         raise
     except (DrayError, OSError) as refused:
         for run in filter(Path.is_dir, new):
@@ -226,9 +231,9 @@ def enqueue(
         if not process.which(argv[0]):
             refused.amend(fix="submit on a login node of the cluster; without Slurm use dray run or make cluster")
         by_sbatch = refused.finding.where == " ".join(argv)
-        refused = sbatch_errors.explained(refused, argv)
+        refused = explain_refusal(refused, argv)
         if by_sbatch:  # and not by what is wrong with the run folder
-            refused.amend(where=sbatch_errors.command(argv))
+            refused.amend(where=sbatch_command(argv))
         raise refused from None
     found = []
     for run, task in runs.items():
@@ -236,6 +241,163 @@ def enqueue(
         with suppress(OSError):  # the job is in the queue anyway
             files.write_atomic(run / run_folder.JOB, queued.model_dump_json(indent=1))
             if found_code:
-                source.keep(run, found_code)
+                capsule.keep_source(run, found_code)
         found.append(queued)
     return found
+
+
+# What the job will find ----------------------------------------------------------------------------------------------
+
+ASSUMED = "assumed, because no node was probed: node names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
+
+
+class Known(NamedTuple):
+    """Facts that all runs of a study share, asked once."""
+
+    conf: Mapping[str, str]
+    """Slurm's configuration, from scontrol."""
+    choice: sites.Choice
+
+
+def known_here(site: str) -> Known:
+    """The facts of this login node."""
+    return Known(slurm.conf(), network_and_site.site(site))
+
+
+def job_facts(
+    recipe: Recipe,
+    nodes: int | None,
+    gpus: int,
+    site: str,
+    *,
+    ranks: int | None,
+    options: Sequence[str],
+    gpu_memory: float | None,
+    known: Known | None = None,
+) -> tuple[Facts, sites.Choice]:
+    """The facts that this login node can know, and the site."""
+    conf = known.conf if known else slurm.conf()
+    file = os.environ.get("DRAY_IMAGE", "")
+    here = local.facts(recipe, engine="apptainer", image=file or "none", nodes=nodes, gpus_per_node=gpus, site=site)
+    told = {
+        "scheduler": "slurm",
+        "address": None,
+        "home": "",
+        "image_given": bool(file),
+        "image_variant": store.variant(Path(file)) if file else "",
+        "cluster": slurm.cluster_name(conf),
+        "login": socket.gethostname(),
+        "options": tuple(options),
+        "gpu_memory_gb": gpu_memory,
+    }
+    seen, choice = prepare.at_site(here.model_copy(update=told), known.choice if known else None)
+    variant = image.variant(recipe, choice.site, seen).value
+    engine, name = choice.site.engine or "apptainer", recipe.adopted or variant
+    job_image = store.job_file(dray_home.root(), name, engine)
+    store.require_adopted(dray_home.root(), name, job_image)
+    sbatch = (*choice.site.sbatch, *options)
+    partition = _last_value(sbatch, "--partition=|-p") or os.environ.get("SBATCH_PARTITION", "")
+    found = {
+        "image": str(job_image),
+        "image_variant": store.variant(job_image),
+        **store.described(job_image),
+        "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
+        "engine": engine,
+        "account": _last_value(sbatch, "--account=|-A") or os.environ.get("SBATCH_ACCOUNT", ""),
+        **slurm.preemption(conf, partition.replace(",", " ").split()),
+    }
+    return seen.model_copy(update=found), choice
+
+
+def _last_value(options: Sequence[str], names: str) -> str:
+    """The last value of an option of sbatch, by its long and its short name; empty without one."""
+    values = [found[1] for option in options if (found := re.fullmatch(f"(?:{names})(.+)", option))]
+    return values[-1] if values else ""
+
+
+# What sbatch refuses -------------------------------------------------------------------------------------------------
+
+_REFUSED_NAMES = {  # sbatch's message, and the option that it is about
+    "Invalid partition name": ("partition", "p"),
+    "No partition specified": ("partition", "p"),
+    "Invalid account": ("account", "A"),
+    "Invalid qos": ("qos", "q"),
+    "Invalid feature": ("constraint", "C"),
+}
+_SHOWN = 6  # partitions
+_SIZE_OPTIONS = ("--partition", "-p", "--nodes", "-N", "--gpus-per-node", "--gres", "--cpus-per-task", "--mem")
+_REFUSED_SIZE = re.compile(
+    "Requested node configuration is not available|Node count specification invalid|Invalid generic resource"
+    "|More processors requested than permitted|Requested partition configuration not available"
+)
+
+
+def explain_refusal(refused: DrayError, argv: Sequence[str]) -> DrayError:
+    """sbatch's refusal with the valid values and the nearest one; unchanged if Slurm tells no more."""
+    message = refused.finding.found
+    for text, (option, letter) in _REFUSED_NAMES.items():
+        if text in message:
+            if option == "partition":
+                known = [*dict.fromkeys(partition.name for partition in _partitions())]
+            else:
+                known = slurm.offered(option)
+            return _refused_name(message, option, _given(argv, option, letter), known)
+    if _REFUSED_SIZE.search(message):
+        return _refused_size(message, argv)
+    if "Requested time limit is invalid" in message:
+        return ConfigError(
+            "Slurm refuses this --time",
+            wanted="\n".join(f"{name}: at most {limit}" for name, limit in slurm.limits().items()),
+            found=message,
+            fix="use --sbatch=--time=HH:MM:SS within the partition's limit",
+        )
+    return refused
+
+
+def sbatch_command(argv: Sequence[str]) -> str:
+    """The sbatch command to type again, with the variables that have options for it."""
+    given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SBATCH_")]
+    return shlex.join(["env", *given, *argv] if given else argv)
+
+
+def _partitions() -> list[slurm.Partition]:
+    with suppress(DrayError):  # sbatch's refusal is what the user must see
+        return slurm.partitions()
+    return []
+
+
+def _sbatch_words(argv: Sequence[str]) -> list[str]:
+    """sbatch's own options, without those of the script."""
+    return [*takewhile(lambda word: not word.endswith(".sh"), argv)]
+
+
+def _given(argv: Sequence[str], option: str, letter: str) -> str:
+    """The last value of an option on sbatch's command line, or in its environment."""
+    values = re.findall(rf" (?:--{option}[= ]|-{letter} ?)(\S+)", " ".join(_sbatch_words(argv)))
+    return values[-1] if values else os.environ.get(f"SBATCH_{option.upper()}", "")
+
+
+def _refused_name(message: str, option: str, given: str, known: list[str]) -> ConfigError:
+    near = nearest(given, known) or next(iter(known), option.upper())
+    return ConfigError(
+        f"Slurm refuses this {option}" if given else f"Slurm needs --{option}",
+        wanted=f"one of {listed(known)}" if known else f"a value of --{option} on this cluster",
+        found=f"--{option}={given}\n{message}" if given else message,
+        fix=f"--sbatch=--{option}={near}",
+    )
+
+
+def _refused_size(message: str, argv: Sequence[str]) -> ConfigError:
+    """Explain the refusal of nodes and GPUs that the partition does not have."""
+    rows = [
+        f"{partition.name}: {counted(partition.nodes, 'node')} with {counted(partition.cpus, 'CPU')}, "
+        f"{counted(partition.gpus, 'GPU')}"
+        for partition in _partitions()[:_SHOWN]
+    ]
+    return ConfigError(
+        "no nodes of the partition match what this job requests",
+        wanted="\n".join(rows),
+        found=f"{' '.join(word for word in _sbatch_words(argv) if word.startswith(_SIZE_OPTIONS))}\n{message}",
+        fix="another --sbatch=--partition=NAME; or less: --nodes, --gpus-per-node, --sbatch=--cpus-per-task=N or "
+        "--sbatch=--mem=SIZE",
+    )

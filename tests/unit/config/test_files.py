@@ -12,15 +12,15 @@ from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import files, ranges
 from dray.contract.findings import ConfigError
-from dray.runs import hostfile, prepare
+from dray.runs import local, prepare
 
 pytestmark = pytest.mark.hostile("files")
 
 PLACES = {
     "recipe": lambda path: load(Recipe, path),
     "site": lambda path: load(Site, path),
-    "hostfile": hostfile.read,
-    "secret": hostfile.Hosts(Path("hosts"), ("a", "b"), None).secret,
+    "hostfile": local.read_hostfile,
+    "secret": local.Hosts(Path("hosts"), ("a", "b"), None).secret,
     "deepspeed": lambda path: prepare.read_recipe(
         Path("recipes/smoke-cpu.toml").absolute(), [f"train.deepspeed={path}"]
     ),
@@ -54,7 +54,7 @@ def test_a_file_that_may_not_be_read(place: str, tmp_path: Path, ordinary_user: 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes("\ufeffbox1\nbox2\n".encode())
-    assert hostfile.read(tmp_path / "hosts").names == ("box1", "box2")
+    assert local.read_hostfile(tmp_path / "hosts").names == ("box1", "box2")
 
 
 def test_toml_that_is_too_deep(tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ def test_cores_that_no_machine_has(text: str, tmp_path: Path) -> None:
 def test_lines_that_name_no_machine(line: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(line)
     with pytest.raises(ConfigError, match="the hostfile is not valid"):
-        hostfile.read(tmp_path / "hosts")
+        local.read_hostfile(tmp_path / "hosts")
 
 
 def test_a_name_that_no_resolver_takes(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a" * 64 + "\n" + "b" * 200 + "\n")
     with pytest.raises(ConfigError, match="it is not clear which line of the hostfile is this machine"):
-        hostfile.read(tmp_path / "hosts").here()
+        local.read_hostfile(tmp_path / "hosts").here()

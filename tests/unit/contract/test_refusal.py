@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import sbatch_errors
 from dray.runs import submit as queue
 
 SINFO = r"""#!/bin/bash
@@ -47,7 +46,7 @@ def told(says: str, *options: str, begins: str = "") -> tuple[int, str, str, str
     """The exit code, the problem, what is wanted, and the fix."""
     argv = ["sbatch", "--parsable", "--nodes=2", *options, "multinode.sh", "--run=r"]
     refused = DrayError("sbatch failed with exit code 1", where=" ".join(argv), found=SAYS.format(says))
-    found = sbatch_errors.explained(refused, argv).finding
+    found = queue.explain_refusal(refused, argv).finding
     assert SAYS.format(says) in found.found
     assert found.found.startswith(begins)
     return found.code, found.problem, found.wanted, found.fix
@@ -111,7 +110,7 @@ def test_without_an_answer_the_words_of_sbatch_stay(cluster: Path) -> None:
     )  # fmt: skip
     assert told(NOT_AVAILABLE)[1] == "no nodes of the partition match what this job requests"
     refused = DrayError("sbatch failed with exit code 1", found="sbatch: error: Access/permission denied")
-    assert sbatch_errors.explained(refused, ["sbatch"]) is refused
+    assert queue.explain_refusal(refused, ["sbatch"]) is refused
 
 
 def test_dray_submit_tells_it_and_leaves_no_folder(cluster: Path, tmp_path: Path) -> None:

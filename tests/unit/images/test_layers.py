@@ -24,7 +24,7 @@ from dray.images.sif import record
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.render.node import start_argv
-from dray.runs import image_layer
+from dray.runs import prepare
 from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
@@ -219,10 +219,10 @@ class TestLook:
     def look(self, file: Path, engine: str = "apptainer") -> Layer | None:
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", (f"layer={file}",))
         facts = Facts(scheduler="slurm", nodelist="n1", nodes=1, engine=engine, image="i")
-        assert image_layer.ask(recipe, Site(name="s", about=""), facts) == (
+        assert prepare.ask_for_layer(recipe, Site(name="s", about=""), facts) == (
             [] if engine == "edf" else [f"layer={file}"]
         )
-        return image_layer.look(recipe, Site(name="s", about=""), facts)
+        return prepare.find_layer(recipe, Site(name="s", about=""), facts)
 
     def test_a_layer(self, file: Path) -> None:
         digest = f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"

@@ -11,7 +11,7 @@ from dray.config.site import Site
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Files
 from dray.planning.plan import plan
-from dray.runs import find_inputs
+from dray.runs import prepare
 from dray.runs.prepare import read_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -82,4 +82,4 @@ def test_names_that_are_none(root: Path, name: str) -> None:
 def test_the_cache_has_a_dataset_whatever_its_revision(root: Path, tmp_path: Path) -> None:
     (tmp_path / "hub" / "datasets--me--texts").mkdir(parents=True)
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", [f"data.train=hub:me/texts@{COMMIT}/default"])
-    assert find_inputs.files(recipe, FACTS.model_copy(update={"hf_home": str(tmp_path)})).missing_on_hub == ()
+    assert prepare.find_inputs(recipe, FACTS.model_copy(update={"hf_home": str(tmp_path)})).missing_on_hub == ()

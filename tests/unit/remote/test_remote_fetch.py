@@ -14,7 +14,7 @@ import typer
 from dray.cli import on
 from dray.contract.findings import ConfigError
 from dray.remote import remotes_file
-from dray.runs import archive
+from dray.runs.report import archive
 
 Fetch = Callable[..., None]
 REPORT, WHY = ["report"], ["why", "--bundle"]

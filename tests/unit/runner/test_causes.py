@@ -20,7 +20,7 @@ from dray.contract import failures, run_folder
 from dray.contract.findings import Finding
 from dray.runner import evidence, failure_record
 from dray.runner import rank as rank_module
-from dray.runs import causes, stop_reason
+from dray.runs import finish, status
 from dray.runs.result import UNKNOWN, Cause
 from helpers import PYTHON
 
@@ -43,7 +43,7 @@ def failed(folder: Path, *command: str, rank: Path = RANK, before: str = "0", pr
     ended = subprocess.run(argv, env=env, check=False, timeout=60)
     record = json.loads((folder / run_folder.failure("rank-0")).read_text())
     assert record["code"] == ended.returncode
-    return causes.explained(Cause.model_validate(record))
+    return finish.named_cause(Cause.model_validate(record))
 
 
 def python(code: str) -> tuple[str, str, str]:
@@ -185,7 +185,7 @@ def test_a_memory_limit_that_is_reached(tmp_path: Path, memory_cgroup: Path) -> 
     if told:  # where this user may read it
         assert any("oom-kill:" in line or "out of memory: Killed process" in line for line in told)
         (tmp_path / "again").mkdir()
-        assert causes.explained(found.model_copy(update={"evidence": told})).name == found.name
+        assert finish.named_cause(found.model_copy(update={"evidence": told})).name == found.name
     # A kill of another sort, in the same cgroup and just after: neither the counter nor the kernel's log is of it.
     killed = failed(tmp_path, *python("import os; os.kill(os.getpid(), 9)"), before="1", prefix=enter)
     assert (killed.code, killed.name) == (137, UNKNOWN)
@@ -301,14 +301,14 @@ QUOTED = [
 def test_the_runner_itself_dies_of_the_mount() -> None:
     """As bash tells of it in the node's log."""
     line = '/shared/my runs/r/attempt-1/./node.sh: line 54:  8968 Bus error               "$@"'
-    found = causes.explained(cause("before", line, "after", code=135))
+    found = finish.named_cause(cause("before", line, "after", code=135))
     assert (found.name, found.code) == ("the image's mount went away", 75)
-    assert causes.explained(cause(line)).name == UNKNOWN
+    assert finish.named_cause(cause(line)).name == UNKNOWN
 
 
 @pytest.mark.parametrize(("line", "name"), QUOTED, ids=[line[:50] for line, _ in QUOTED])
 def test_a_line_of_a_library(line: str, name: str) -> None:
-    assert causes.explained(cause("before", line, "after")).name == name
+    assert finish.named_cause(cause("before", line, "after")).name == name
 
 
 XID = "kernel log: [ 1092.439831] NVRM: Xid (PCI:0000:3b:00): {}, pid=7, name=python, GPU has an error."
@@ -338,29 +338,33 @@ EVIDENCE = [
 
 @pytest.mark.parametrize(("code", "line", "seen", "name"), EVIDENCE)
 def test_what_the_node_saw(code: int, line: str, seen: tuple[str, ...], name: str) -> None:
-    assert causes.explained(cause(line, code=code, seen=seen)).name == name
+    assert finish.named_cause(cause(line, code=code, seen=seen)).name == name
 
 
 @pytest.mark.parametrize("why", ["hang: no step within 300 s", "rank 3 on n2: hang: all_reduce", "hung in all_reduce"])
 def test_a_hang(why: str) -> None:
-    assert causes.explained(cause(why=why, code=75)).name == "hang"
+    assert finish.named_cause(cause(why=why, code=75)).name == "hang"
 
 
 def test_a_node_that_was_lost() -> None:
     wrong = "GLOO_SOCKET_IFNAME=ib0 names no network interface of this node\n  wanted: x"
-    assert causes.explained(cause(why=wrong, code=69)).name == "a network variable names no interface"
-    assert causes.explained(cause(why="node 1 (n2) is gone\n  wanted: x", code=75)).name == "node failure"
+    assert finish.named_cause(cause(why=wrong, code=69)).name == "a network variable names no interface"
+    assert finish.named_cause(cause(why="node 1 (n2) is gone\n  wanted: x", code=75)).name == "node failure"
 
 
 def test_why_a_job_was_stopped() -> None:
-    """All that runs/stop_reason.py can say has a name of its own."""
-    told = {state: causes.of_reason(reason) for state, reason in stop_reason._BY_STATE.items()}
+    """All that runs/status.py can say has a name of its own."""
+    told = {state: finish.cause_of_reason(reason) for state, reason in status._BY_STATE.items()}
     assert {state: found.get("name") for state, found in told.items()} == {
         "TIMEOUT": "time limit", "PREEMPTED": "preemption", "NODE_FAIL": "node failure",
         "DEADLINE": "the job's deadline", "CANCELLED": "cancelled", "OUT_OF_MEMORY": "out of memory on the host",
     }  # fmt: skip
-    assert causes.of_reason("SIGSYS") == {}
-    assert (stop_reason.of_state("CANCELLED by 1000"), stop_reason.of_state("FAILED"), stop_reason.of_state("")) == (
+    assert finish.cause_of_reason("SIGSYS") == {}
+    assert (
+        status.reason_of_state("CANCELLED by 1000"),
+        status.reason_of_state("FAILED"),
+        status.reason_of_state(""),
+    ) == (
         "scancel",
         "",
         "",
@@ -368,7 +372,7 @@ def test_why_a_job_was_stopped() -> None:
 
 
 def test_every_cause_has_a_fix_and_every_sign_a_source_without_a_host() -> None:
-    known = causes.known()
+    known = finish.known_causes()
     assert len({one.name for one in known}) == len(known)
     for one in known:
         assert one.fix
@@ -391,7 +395,7 @@ HOSTILE_LINES = {
 def test_no_line_takes_a_pattern_long(piece: str) -> None:
     lines = [piece * (20000 // len(piece))] * 20
     before = time.process_time()
-    assert causes.explained(cause(*lines, seen=tuple(line[:1000] for line in lines), code=137)).name == UNKNOWN
+    assert finish.named_cause(cause(*lines, seen=tuple(line[:1000] for line in lines), code=137)).name == UNKNOWN
     for pattern in (evidence._TELLING, *evidence._LOGGED.values()):
         pattern.search(piece * 2000)
     assert time.process_time() - before < 5
@@ -443,7 +447,7 @@ FINDING = ["the token cache is open to other users", "  wanted: a folder of your
     ],
 )
 def test_its_lines_begin_with_the_cause(before: list[str], lines: list[str]) -> None:
-    assert causes.explained(cause(*before, *lines)).last_lines == lines
+    assert finish.named_cause(cause(*before, *lines)).last_lines == lines
 
 
 @pytest.mark.seconds
@@ -458,13 +462,13 @@ def test_its_lines_begin_with_the_cause_whatever_torch_prints(tmp_path: Path) ->
 def test_a_mount_that_went_away_is_try_again() -> None:
     """Whatever the rank ended with: the same again may succeed."""
     why = "killed by SIGBUS; the image is gone: [Errno 107] Transport endpoint is not connected: '/opt/dray/x.py'"
-    found = causes.explained(Cause(node="n2", rank=1, code=135, why=why, log=None, last_lines=[]))
+    found = finish.named_cause(Cause(node="n2", rank=1, code=135, why=why, log=None, last_lines=[]))
     assert (found.name, found.code) == ("the image's mount went away", 75)
 
 
 def test_the_runner_knows_the_same_signs_of_another_s_end() -> None:
     """It reads no causes.toml."""
-    (one,) = (one for one in causes.known() if one.name == causes.FOLLOWS)
+    (one,) = (one for one in finish.known_causes() if one.name == finish.FOLLOWS)
     assert [sign.lines and sign.lines.pattern for sign in one.sign] == ["|".join(failures.PEER_ENDED)]
 
 

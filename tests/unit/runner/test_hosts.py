@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dray.contract.findings import ConfigError
-from dray.runs import hostfile, local
+from dray.runs import local
 from dray.runs.prepare import at_site, decide, read_recipe
 from dray.runs.store import RunPaths
 
@@ -26,9 +26,9 @@ def file(tmp_path: Path):
 
 
 def test_the_form_that_deepspeed_has(file) -> None:
-    found = hostfile.read(file("# two boxes\nbox1 slots=8\n\n10.0.0.2   slots=8 # the second\n"))
+    found = local.read_hostfile(file("# two boxes\nbox1 slots=8\n\n10.0.0.2   slots=8 # the second\n"))
     assert (found.names, found.slots) == (("box1", "10.0.0.2"), 8)
-    assert hostfile.read(file("a\nb")).slots is None
+    assert local.read_hostfile(file("a\nb")).slots is None
 
 
 @pytest.mark.parametrize(
@@ -41,41 +41,41 @@ def test_the_form_that_deepspeed_has(file) -> None:
 )  # fmt: skip
 def test_hostfiles_that_are_none(file, text: str) -> None:
     with pytest.raises(ConfigError, match="the hostfile is not valid") as refused:
-        hostfile.read(file(text))
+        local.read_hostfile(file(text))
     assert "slots=N" in refused.value.finding.wanted
 
 
 def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the hostfile cannot be read"):
-        hostfile.read(tmp_path / "gone")
+        local.read_hostfile(tmp_path / "gone")
     (tmp_path / "odd").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="the hostfile is not UTF-8 text"):
-        hostfile.read(tmp_path / "odd")
+        local.read_hostfile(tmp_path / "odd")
 
 
 class TestHere:
     """This machine's line."""
 
     def test_by_name(self, file) -> None:
-        assert hostfile.read(file(f"198.51.100.1\n{socket.gethostname()}.example.invalid\n")).here() == 1
+        assert local.read_hostfile(file(f"198.51.100.1\n{socket.gethostname()}.example.invalid\n")).here() == 1
 
     def test_as_it_is_told(self, file) -> None:
-        found = hostfile.read(file("198.51.100.1\n198.51.100.2\n"))
+        found = local.read_hostfile(file("198.51.100.1\n198.51.100.2\n"))
         assert found.here(1) == 1
         with pytest.raises(ConfigError, match="it is not clear which line of the hostfile is this machine"):
             found.here(2)
 
     def test_not_there_and_there_twice(self, file) -> None:
         with pytest.raises(ConfigError, match="it is not clear which line of the hostfile is this machine"):
-            hostfile.read(file("198.51.100.1\n198.51.100.2\n")).here()
+            local.read_hostfile(file("198.51.100.1\n198.51.100.2\n")).here()
         with pytest.raises(ConfigError, match="it is not clear which line of the hostfile is this machine"):
-            hostfile.read(file("{0}.a\n{0}.b\n".format(socket.gethostname()))).here()
+            local.read_hostfile(file("{0}.a\n{0}.b\n".format(socket.gethostname()))).here()
 
 
 def test_all_machines_have_the_same_facts(file, root: Path, monkeypatch) -> None:
     monkeypatch.setattr(local, "image_of", lambda *_: "/p")
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
-    found = hostfile.read(file("a\nb\n"))
+    found = local.read_hostfile(file("a\nb\n"))
     facts = found.facts(recipe, run="r", engine="bare", gpus_per_node=0, site="lumi")
     assert (facts.hosts(), facts.scheduler, facts.site) == (["a", "b"], "hosts", "lumi")
     assert facts.port == found.facts(recipe, run="r", engine="bare", gpus_per_node=0, site="lumi").port
@@ -87,7 +87,7 @@ def test_a_container_sees_hf_home(file, root: Path, tmp_path: Path, monkeypatch,
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(local, "image_of", lambda *_: "i")
-    facts = hostfile.read(file("a\nb\n")).facts(recipe, run="r", engine=engine, gpus_per_node=0, site="")
+    facts = local.read_hostfile(file("a\nb\n")).facts(recipe, run="r", engine=engine, gpus_per_node=0, site="")
     decided = decide(recipe, *at_site(facts), RunPaths(tmp_path / "r"))
     assert (str(tmp_path) in [bind.path for bind in decided.binds]) is seen
     assert (("HF_HOME", str(tmp_path)) in [(one.name, one.value) for one in decided.env]) is seen
@@ -99,9 +99,9 @@ class TestSecret:
     """What machines without a shared folder prove to one another."""
 
     @staticmethod
-    def machines(folder: Path, text: str = "n1\nn2\n") -> hostfile.Hosts:
+    def machines(folder: Path, text: str = "n1\nn2\n") -> local.Hosts:
         (folder / "hosts").write_text(text)
-        return hostfile.read(folder / "hosts")
+        return local.read_hostfile(folder / "hosts")
 
     def test_one_machine_needs_none(self, tmp_path: Path) -> None:
         assert self.machines(tmp_path, "n1\n").secret(None) == ""

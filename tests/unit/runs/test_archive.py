@@ -13,8 +13,9 @@ import pytest
 
 from capsules import begun, steps
 from dray.contract.findings import ConfigError
-from dray.runs import archive, capsule
+from dray.runs import capsule
 from dray.runs.finish import finish
+from dray.runs.report import archive
 from dray.runs.store import RunPaths, plan_of
 
 TOKEN = 'a "token" of my own \u00e9'

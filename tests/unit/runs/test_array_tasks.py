@@ -12,13 +12,15 @@ import pytest
 from dray.cli import status
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
-from dray.runs import request_stop, store, submit, why
+from dray.runs import store, submit
+from dray.runs.active_run.stop import stop_run
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
+from dray.runs.report import why
 from dray.runs.slurm import Slurm as Queue
 from dray.runs.slurm import jobs
+from dray.runs.status import Stop
 from dray.runs.status import status as look
-from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths
 from helpers import ROOT
 from slurms import Slurm
@@ -54,7 +56,7 @@ def begun(runs: Path, task: int, number: int) -> RunPaths:
 
 def stop(run: Path) -> str:
     told: list[str] = []
-    request_stop.stop(run, now=False, wait=False, say=told.append)
+    stop_run(run, now=False, wait=False, say=told.append)
     return "\n".join(told)
 
 
@@ -109,7 +111,7 @@ def test_the_last_one_has_the_array_s_number(slurm: Slurm, tmp_path: Path) -> No
     first, last = begun(tmp_path, 1, 13), begun(tmp_path, 3, 12)
     slurm.lists((13, "12_1", "RUNNING"), (12, "12_3", "RUNNING"))
     assert [look(one.run).where for one in (first, last)] == ["job 12_1, RUNNING", "job 12_3, RUNNING"]
-    request_stop.stop(last.run, now=True, wait=False, say=lambda _: None)
+    stop_run(last.run, now=True, wait=False, say=lambda _: None)
     assert [one.stop.read_text() for one in (first, last)] == ["", "dray stop\ndray stop --now\n"]
     assert look(first.run).kind == "running"
 

@@ -15,7 +15,7 @@ from capsules import begun, nodes, steps
 from dray.contract import hardware, run_folder
 from dray.contract.findings import ConfigError
 from dray.runner import failure_record
-from dray.runs import capsule, source
+from dray.runs import capsule
 from dray.runs.capsule import Node
 from dray.runs.finish import finish
 from dray.runs.store import RunPaths
@@ -125,9 +125,9 @@ def test_code_as_it_was_submitted(code: Path, tmp_path: Path) -> None:
     """A job is planned in the image, which has no git."""
     paths = begun(tmp_path, beside=tmp_path)
     assert capsule.read(paths).source is None
-    found = source.look(code)
+    found = capsule.find_source(code)
     assert found
-    source.keep(paths.run, found)
+    capsule.keep_source(paths.run, found)
     finish(paths, code=1)
     assert capsule.read(paths).source == found[0]
     assert paths.source_diff.read_text() == found[1]
@@ -136,7 +136,7 @@ def test_code_as_it_was_submitted(code: Path, tmp_path: Path) -> None:
 @pytest.mark.seconds
 def test_a_large_diff_is_not_kept(code: Path) -> None:
     (code / "train.py").write_text("x = 1  # a line\n" * 100_000)
-    found = source.look(code)
+    found = capsule.find_source(code)
     assert found
     assert found[0].diff_sha256
     assert found[1] == ""
@@ -144,16 +144,16 @@ def test_a_large_diff_is_not_kept(code: Path) -> None:
 
 def test_code_without_a_branch_or_a_change(code: Path) -> None:
     git(code, "checkout", "--quiet", "--force", "--detach")
-    found = source.look(code)
+    found = capsule.find_source(code)
     assert found
     assert (found[0].branch, found[0].diff_sha256, found[1]) == ("HEAD", "", "")
 
 
 def test_code_of_another_user_or_of_nobody(code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert source.look(tmp_path) is None
-    assert source.look(tmp_path / "none") is None
+    assert capsule.find_source(tmp_path) is None
+    assert capsule.find_source(tmp_path / "none") is None
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert source.look(code) is None
+    assert capsule.find_source(code) is None
 
 
 @pytest.mark.seconds

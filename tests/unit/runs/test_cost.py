@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 from dray.facts import Facts
-from dray.runs import cost
-from dray.runs.cost import Cost, Spent
+from dray.runs import metrics
 from dray.runs.finish import finish
+from dray.runs.metrics import Cost, Spent
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import history, read
 from helpers import ROOT
@@ -24,7 +24,7 @@ begun_s=100.50 ended_s=3700.50 allocated_nodes=2 allocated_gpus=4
 
 
 def test_of_the_whole_job() -> None:
-    assert cost.parse(TOLD) == Cost(seconds=3600.0, nodes=2, gpus=8)
+    assert metrics.cost_of_job(TOLD) == Cost(seconds=3600.0, nodes=2, gpus=8)
 
 
 @pytest.mark.parametrize(
@@ -40,15 +40,15 @@ def test_of_the_whole_job() -> None:
     ],
 )
 def test_what_is_not_known(line: str) -> None:
-    assert cost.parse(line) is None
+    assert metrics.cost_of_job(line) is None
 
 
 def test_all_attempts() -> None:
     one, other = Cost(seconds=3600, nodes=2, gpus=8), Cost(seconds=1800, nodes=2, gpus=8)
-    assert cost.spent([(1, one), (2, other)]) == Spent(node_hours=3, gpu_hours=12)
-    assert cost.spent([(1, None), (2, other), (3, one)]) == Spent(node_hours=3, gpu_hours=12, unknown=[1])
-    assert cost.spent([(1, None)]) is None
-    assert cost.spent([(1, Cost(seconds=60, nodes=3))]) == Spent(node_hours=0.05)
+    assert metrics.sum_costs([(1, one), (2, other)]) == Spent(node_hours=3, gpu_hours=12)
+    assert metrics.sum_costs([(1, None), (2, other), (3, one)]) == Spent(node_hours=3, gpu_hours=12, unknown=[1])
+    assert metrics.sum_costs([(1, None)]) is None
+    assert metrics.sum_costs([(1, Cost(seconds=60, nodes=3))]) == Spent(node_hours=0.05)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_all_attempts() -> None:
     ],
 )  # fmt: skip
 def test_in_words(found: Spent | None, text: str) -> None:
-    assert cost.text(found) == text
+    assert metrics.cost_text(found) == text
 
 
 JOB = "JobId=17 BatchFlag=1 SubmitTime=2026-11-25T10:00:00 EligibleTime=x StartTime=2026-11-25T10:02:05 EndTime=Unknown"
@@ -80,7 +80,7 @@ JOB = "JobId=17 BatchFlag=1 SubmitTime=2026-11-25T10:00:00 EligibleTime=x StartT
     ],
 )
 def test_the_queue_by_slurm_s_clock(known: str, seconds: float | None) -> None:
-    assert cost.queue_s(known) == seconds
+    assert metrics.queue_s(known) == seconds
 
 
 def test_a_result_has_them(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dray import render
 from dray.contract import processes
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Layer
-from dray.runs import enter
+from dray.runs.active_run import enter
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.status import status

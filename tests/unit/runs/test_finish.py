@@ -19,7 +19,7 @@ from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import summary
-from dray.runs.stop_reason import Stop
+from dray.runs.status import Stop
 from dray.runs.store import RunPaths
 
 pytestmark = pytest.mark.hostile("finish")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dray.facts import Facts
-from dray.runs.logs import Growing, Log
+from dray.runs.active_run.logs import Growing, Log
 from dray.runs.metrics import tail
 from dray.runs.prepare import read_recipe, write
 from dray.runs.status import Watched

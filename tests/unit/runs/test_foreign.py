@@ -25,7 +25,7 @@ from dray.facts import Facts
 from dray.planning.plan import plan
 from dray.runner import __main__ as runner
 from dray.runner import rendezvous
-from dray.runs import prepare, run_in_image
+from dray.runs import local, prepare
 from dray.runs.prepare import read_recipe, write
 from dray.runs.store import RunPaths, make_run_folder, of_job
 from dray.train import config
@@ -324,15 +324,15 @@ class TestAnotherUsersRun:
         link = RunPaths(run).final_model / "more.json"
         link.symlink_to("/etc/shadow")
         with pytest.raises(ConfigError, match="links in another user's model") as wrong:
-            run_in_image.ended(run)
+            local.ended_run(run)
         assert wrong.value.details["where"] == str(link)
-        assert run_in_image.ended(run, trust=True)[1] == link.parent
+        assert local.ended_run(run, trust=True)[1] == link.parent
 
     def test_what_counts_as_another_user_s(self, run: Path) -> None:
         given = {"env": {}, "pass_env": (), "trust_remote_code": False}
 
         def taken() -> dict[str, object]:
-            recipe = run_in_image.trained(run)[0].recipe
+            recipe = local.trained_run(run)[0].recipe
             found = {"env": recipe.env, "pass_env": recipe.pass_env}
             return {**found, "trust_remote_code": recipe.model.trust_remote_code}
 
@@ -350,7 +350,7 @@ class TestAnotherUsersRun:
             path.chmod(mode | stat.S_IWGRP)
             assert taken() == given
             path.chmod(mode)
-        assert run_in_image.trained(run, trust=True)[0].recipe.pass_env == ("AWS_PROFILE",)
+        assert local.trained_run(run, trust=True)[0].recipe.pass_env == ("AWS_PROFILE",)
 
 
 class TestCheckout:

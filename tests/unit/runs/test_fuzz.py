@@ -26,7 +26,7 @@ from dray.contract.findings import DrayError
 from dray.facts import Facts
 from dray.images.sif import record
 from dray.planning.plan import plan
-from dray.runs import hostfile, prepare, store
+from dray.runs import local, prepare, store
 from dray.runs.store import RunPaths
 from helpers import ROOT
 
@@ -95,7 +95,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], list[bytes]]] = {
     "recipes": (_recipe, _texts("recipes", "*.toml")),
     "sites": (_site, _texts("slurm/sites", "*.toml")),
     "images": (lambda path: load(Image, path), _texts("containers", "*/image.toml")),
-    "hostfiles": (hostfile.read, [b"box1 slots=8\nbox2 slots=8\n", b"# all\na\n10.0.0.2\n", b"n1\n" * 3]),
+    "hostfiles": (local.read_hostfile, [b"box1 slots=8\nbox2 slots=8\n", b"# all\na\n10.0.0.2\n", b"n1\n" * 3]),
     "facts": (
         _facts,
         [facts.to_text(FACTS).encode(), b"scheduler=slurm\nnodelist=n[1-4]\nnodes=4\nengine=bare\nimage=x\n"],

@@ -17,11 +17,11 @@ from dray.fitness import doctor
 from dray.planning import grace as planned
 from dray.planning import rules
 from dray.planning.schema import Plan
-from dray.runs import checkpoint_times, finish, requested_resources, stop_reason, submit
+from dray.runs import finish, prepare, status, submit
 from dray.runs import slurm as slurm_module
 from dray.runs.prepare import decide, read_recipe, write
 from dray.runs.result import Result, summary
-from dray.runs.stop_reason import Stop
+from dray.runs.status import Stop
 from dray.runs.store import RunPaths
 from helpers import ROOT
 
@@ -138,7 +138,7 @@ class TestSlurm:
     def test_facts_keep_it(self, slurm: Slurm) -> None:
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
         options = ["--sbatch-is-not-looked-at", "--partition=main", "-plong"]
-        found, _ = requested_resources.facts(recipe, None, 0, "", ranks=None, options=options, gpu_memory=None)
+        found, _ = submit.job_facts(recipe, None, 0, "", ranks=None, options=options, gpu_memory=None)
         assert (found.preempt_mode, found.preempt_grace_s, found.kill_wait_s, found.cluster) == (
             "REQUEUE", 300, 30, "harbour",
         )  # fmt: skip
@@ -268,7 +268,7 @@ class TestBefore:
             (tmp_path, "smoke-cpu-2", (500.0, "20261103-000000-smoke-cpu-2-9")),
             (tmp_path / "none", recipe.name, None),
         ):
-            assert checkpoint_times.slowest(runs, checkpoint_times.earlier(runs, name)) == slowest
+            assert prepare.slowest_checkpoint(runs, prepare.earlier_runs(runs, name)) == slowest
         made = decide(recipe, facts(), sites.Choice(SITE, "test"), RunPaths(tmp_path / "new"))
         assert [one.wanted for one in made.findings if "grace" in one.problem] == [
             "180 s or more: a checkpoint of run 20261102-000000-smoke-cpu-8 took 90.0 s"
@@ -316,7 +316,7 @@ class TestAfter:
     )
     def test_the_signal_is_the_time_limit_s(self, grace_s: int, left: int, reason: str) -> None:
         text = f"signal=USR1 at=1000 end={1000 + left}\nJobId=17 JobState=RUNNING Reason=None\n"
-        seen = stop_reason.parse(text, now=0, grace=grace_s)
+        seen = status.stop_of_job(text, now=0, grace=grace_s)
         assert seen.reason == reason
 
     @pytest.mark.seconds

@@ -17,13 +17,13 @@ from command import dray
 from dray.contract import processes
 from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts
-from dray.runs import request_stop, submit
+from dray.runs import submit
+from dray.runs.active_run.stop import stop_run
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import result_of, summary
 from dray.runs.slurm import Slurm as Known
-from dray.runs.status import status
-from dray.runs.stop_reason import Stop
+from dray.runs.status import Stop, status
 from dray.runs.store import RunPaths, make_run_folder, require_own
 from helpers import ROOT
 from slurms import Slurm
@@ -47,7 +47,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 def stop(run: Path, *, now: bool = False, wait: bool = False) -> str:
     said: list[str] = []
-    request_stop.stop(run, now=now, wait=wait, say=said.append)
+    stop_run(run, now=now, wait=wait, say=said.append)
     return "\n".join(said)
 
 
@@ -75,7 +75,7 @@ def test_its_last_words_are_shown_once_it_has_ended(slurm: Slurm, paths: RunPath
         looks.append(1)
         finish(paths, code=75)
 
-    monkeypatch.setattr(request_stop, "time", SimpleNamespace(sleep=ends, monotonic=time.monotonic))
+    monkeypatch.setattr("dray.runs.active_run.stop.time", SimpleNamespace(sleep=ends, monotonic=time.monotonic))
     shown = stop(paths.run, wait=True)
     result = result_of(paths)
     assert result
@@ -263,7 +263,7 @@ def test_the_runners_end_it_now(slurm: Slurm, paths: RunPaths, monkeypatch, *, e
         if ends:
             finish(paths, code=143)
 
-    monkeypatch.setattr(request_stop, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    monkeypatch.setattr("dray.runs.active_run.stop.time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
     if not ends:
         with pytest.raises(UnfitError, match="the run has not ended within 30 s"):
             stop(paths.run, now=True, wait=True)
@@ -286,7 +286,7 @@ def test_a_command_that_takes_no_notice_is_ended_after_the_grace(slurm: Slurm, t
         if "dray stop --now\n" in paths.stop.read_text():
             finish(paths, code=143)
 
-    monkeypatch.setattr(request_stop, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    monkeypatch.setattr("dray.runs.active_run.stop.time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
     told = stop(paths.run, wait=True)
     assert told.splitlines()[1] == ("the program gets SIGUSR1 to save and end; after 120 s dray stop ends it")
     assert "it did not end within 120 s and is being ended now\nstopped by dray stop at " in told
@@ -369,7 +369,7 @@ def test_a_job_that_is_gone_without_a_result(slurm: Slurm, paths: RunPaths, monk
         for empty in left if len(sleeps) == 1 else ():
             empty()
 
-    monkeypatch.setattr(request_stop, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    monkeypatch.setattr("dray.runs.active_run.stop.time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
     assert stop(paths.run, wait=True).splitlines()[1:] == [
         f"it left no result; dray why '{paths.run}' shows more",
     ]

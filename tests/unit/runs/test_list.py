@@ -15,8 +15,7 @@ from dray.runs import status as statuses
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Slurm as Known
-from dray.runs.status import listed, status
-from dray.runs.stop_reason import Stop
+from dray.runs.status import Stop, listed, status
 from dray.runs.store import RunPaths
 from helpers import ROOT
 from slurms import Slurm

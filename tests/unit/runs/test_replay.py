@@ -17,10 +17,11 @@ import command
 from capsules import NODE, begun, nodes, steps
 from dray.cli import replay as cli
 from dray.contract.findings import ConfigError
-from dray.runs import archive, capsule, replay, trust
+from dray.runs import capsule, replay, store
 from dray.runs.compare import LossComparison
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe
+from dray.runs.report import archive
 from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import ROOT
@@ -131,7 +132,7 @@ def test_a_copy_of_a_run_is_written_and_not_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", [".", "attempt-1", "attempt-1/plan.json", "attempt-1/capsule.json"])
 def test_a_run_that_others_may_change_is_not_started(tmp_path: Path, part: str) -> None:
     paths = ended(tmp_path / "runs")
-    assert trust.foreign(paths) == ""
+    assert store.foreign_path(paths) == ""
     changed = paths.run / part
     changed.chmod(changed.stat().st_mode | 0o020)
     with pytest.raises(ConfigError, match="dray replays only your own runs"):
@@ -139,7 +140,7 @@ def test_a_run_that_others_may_change_is_not_started(tmp_path: Path, part: str) 
     changed.chmod(changed.stat().st_mode & ~0o020)
     if os.geteuid() == 0:  # only root gives a file away
         os.chown(changed, 65534, 65534)
-        assert trust.foreign(paths).startswith(f"{changed} of user 65534, mode ")
+        assert store.foreign_path(paths).startswith(f"{changed} of user 65534, mode ")
         again = tmp_path / "again.toml"
         assert verb(paths.run, "--recipe", again).startswith(f"another user may have written this run ({changed} of")
 

@@ -19,14 +19,14 @@ import warm
 from damage import RECORD
 from dray.contract.findings import ConfigError, duration
 from dray.facts import Facts
-from dray.runs import startup
+from dray.runs import metrics
+from dray.runs.metrics import Startup
 from dray.runs.prepare import read_recipe, write
 from dray.runs.report import data, plots, sections
 from dray.runs.report.data import gather
 from dray.runs.report.plots import Series, Table, Text, TimeLine
 from dray.runs.report.sections import Document, Item
 from dray.runs.result import Attempt, Cause, Result
-from dray.runs.startup import Startup
 from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT, bash_blocks, golden, section
 
@@ -150,7 +150,7 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
     told_by = {"attempt": 1, "nodes": [first, other]}
     (paths.folder / "startup.json").write_text(json.dumps(told_by))
     spent = {"node_hours": 1.5, "gpu_hours": 6.0}
-    measured = startup.read(paths, ["n1", "n2"], 60.0)
+    measured = metrics.read_startup(paths, ["n1", "n2"], 60.0)
     assert measured
     ended(paths, finished="2026-11-18T11:10:25Z", startup=measured.model_dump(), spent=spent)
     made = dict(told(tmp_path / "mine").sections)
@@ -297,7 +297,7 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
 )
 def test_a_time_reads_the_same_in_every_verb(seconds: float, text: str) -> None:
     assert plots.seconds(seconds) == text
-    assert startup.text(Startup(parts={"queue": seconds})) == f"start-up: queue {text}"
+    assert metrics.startup_text(Startup(parts={"queue": seconds})) == f"start-up: queue {text}"
     assert duration(seconds) == text or seconds < 99.95
 
 

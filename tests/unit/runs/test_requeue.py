@@ -14,7 +14,7 @@ from dray.runs import slurm
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import Result, summary
-from dray.runs.stop_reason import Stop
+from dray.runs.status import Stop
 from dray.runs.store import RunPaths
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")

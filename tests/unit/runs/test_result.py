@@ -11,11 +11,12 @@ import pytest
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
-from dray.runs import result, why
+from dray.runs import result
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
+from dray.runs.report import why
+from dray.runs.status import Stop
 from dray.runs.status import status as status_of
-from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths
 from helpers import ROOT
 

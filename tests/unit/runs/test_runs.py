@@ -22,7 +22,7 @@ from dray.runs import store as store_module
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import Cause, summary
-from dray.runs.stop_reason import Stop
+from dray.runs.status import Stop
 from dray.runs.store import RunPaths, make_run_folder, new_id, newest_attempt
 from dray.runs.store import plan_of as read
 from helpers import PYTHON

@@ -17,8 +17,8 @@ from dray.runner import start_timings
 from dray.runner.children import Loop
 from dray.runner.protocol import Restart
 from dray.runner.start_timings import StartTimings
-from dray.runs import startup as told
-from dray.runs.cost import Spent
+from dray.runs import metrics
+from dray.runs.metrics import Spent
 from dray.runs.status import State
 from dray.runs.store import RunPaths
 from helpers import ROOT
@@ -252,12 +252,12 @@ class TestOfARun:
     """What the host makes of it."""
 
     def test_each_node_and_the_whole(self, tmp_path: Path) -> None:
-        found = told.read(attempt(tmp_path, [A, B]), ["n1", "n2"], 60.0)
+        found = metrics.read_startup(attempt(tmp_path, [A, B]), ["n1", "n2"], 60.0)
         assert found is not None
         assert found.parts == {"queue": 60.0, **A}
         assert found.nodes == {"n1": A, "n2": {part: seconds for part, seconds in B.items() if part != "tflops"}}
-        assert found.tflops == told.Slowest(node="n2", s=612.0)
-        assert told.text(found) == (
+        assert found.tflops == metrics.Slowest(node="n2", s=612.0)
+        assert metrics.startup_text(found) == (
             "start-up: queue 60.0 s, image staged 4.0 s, container 1.0 s, rendezvous 9.0 s, "
             "launcher and imports 5.0 s, first step 2.0 s"
         )
@@ -275,16 +275,16 @@ class TestOfARun:
     def test_a_file_that_is_damaged(self, text: str, tmp_path: Path) -> None:
         paths = attempt(tmp_path, [])
         paths.startup.write_text(text)
-        assert told.read(paths, ["n1", "n2"]) is None
+        assert metrics.read_startup(paths, ["n1", "n2"]) is None
 
     def test_the_first_node_is_not_told(self, tmp_path: Path) -> None:
-        found = told.read(attempt(tmp_path, [None, B]), ["n1", "n2"])
+        found = metrics.read_startup(attempt(tmp_path, [None, B]), ["n1", "n2"])
         assert found is not None
         assert (found.parts, [*found.nodes]) == ({}, ["n2"])
 
 
 def test_what_dray_status_and_dray_runs_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told.read(attempt(tmp_path, [A, None]), ["n1", "n2"], 60.0)
+    found = metrics.read_startup(attempt(tmp_path, [A, None]), ["n1", "n2"], 60.0)
     seen = State(run="r", folder="/r", state="running", startup=found)
     assert status.text(seen) == [
         "r: running",

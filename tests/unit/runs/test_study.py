@@ -13,7 +13,7 @@ from dray import process
 from dray.cli import study as studies
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.runs import study, tune
+from dray.runs import study
 from dray.runs.prepare import read_recipe, write
 from dray.runs.study import Member, Study
 from helpers import ROOT
@@ -172,7 +172,7 @@ again: dray study show {folder}
         metrics = tmp_path / "001/attempt-1/metrics.jsonl"
         metrics.unlink()
         metrics.mkdir()
-        best = tune.best(study.look(tmp_path, found))
+        best = study.best_row(study.look(tmp_path, found))
         assert best
         assert best.run == "002"
 

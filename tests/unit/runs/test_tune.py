@@ -21,7 +21,7 @@ from dray.cli import study as verb
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError
-from dray.runs import study, tune
+from dray.runs import study
 from dray.runs.prepare import read_recipe
 from grids import CAUSAL, MASKED, among_the_best
 from helpers import ROOT
@@ -300,12 +300,12 @@ class TestWrong:
         assert "does not exist" in dray(desk.folder / "no.toml")[2]
 
     def test_no_candidate_fits(self, desk: Desk, dray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        small = tune.local.facts
+        small = study.local.facts
 
         def facts(*words: Any, **options: Any) -> Any:
             return small(*words, **options).model_copy(update={"gpu_memory_gb": 0.1})
 
-        monkeypatch.setattr(tune.local, "facts", facts)
+        monkeypatch.setattr(study.local, "facts", facts)
         large = ["image=cuda", "model.config.n_embd=8192", "model.config.n_layer=96", "--ranks=2"]
         code, out, _ = dray(desk.recipe, *large, *AXES)
         assert (code, desk.calls()) == (1, [])
@@ -354,21 +354,21 @@ class TestPlace:
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda"])
         env = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2",
                "SLURM_GPUS_PER_NODE": "a100:4", "ENVIRONMENT": "BATCH"}  # fmt: skip
-        found = tune.place(recipe, env)
+        found = study.tuning_place(recipe, env)
         facts = found.facts
         assert (facts.scheduler, facts.nodelist, facts.nodes, facts.gpus_per_node) == ("slurm", "n[1-2]", 2, 4)
         assert (facts.login, facts.job, found.nodes, found.gpus) == ("", 17, None, 0)
         first = found.first(recipe)  # its own micro-batch of 4 is too large for 8 ranks
         assert (first.world.size, first.batch and first.batch.per_device) == (8, 2)
         with pytest.raises(ConfigError, match="a run in an allocation uses all of its nodes"):
-            tune.place(recipe, env, nodes=1)
+            study.tuning_place(recipe, env, nodes=1)
 
     def test_what_the_memory_model_leaves_out(self) -> None:
         large = ["image=cuda", "model.config.n_embd=4096", "model.config.n_layer=32", "batch.global_size=32"]
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", large)
         env = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2",
                "SLURM_GPUS_PER_NODE": "4"}  # fmt: skip
-        found = tune.place(recipe, env)
+        found = study.tuning_place(recipe, env)
         found = replace(found, facts=found.facts.model_copy(update={"gpu_memory_gb": 40}))
         with pytest.raises(ConfigError, match="the model does not fit: 6,") as refused:
             found.plan(recipe).refuse()
@@ -399,7 +399,7 @@ def test_a_real_search_on_cpus(tmp_path: Path) -> None:
     (path,) = (tmp_path / "runs").glob("*/study.json")
     rows = study.look(path.parent, study.load(path.parent))
     assert [(row.state, len(row.losses)) for row in rows] == [("done", 8)] * 2
-    best = tune.best(rows)
+    best = study.best_row(rows)
     assert best
     assert read_recipe(path.with_name("best.toml")).batch.per_device == best.values["batch.per_device"]  # type: ignore[union-attr]
     assert not list(path.parent.glob("*/checkpoints/*"))
@@ -424,6 +424,6 @@ def test_a_real_search_finds_what_the_grid_finds(text: str, tmp_path: Path) -> N
     by_search, by_grid = found
     assert len(by_grid) == 4
     assert among_the_best(by_search, by_grid)
-    best = tune.best(by_search)
+    best = study.best_row(by_search)
     assert best
     assert best.values["batch.per_device"] == 8

@@ -21,14 +21,13 @@ from damage import DAMAGES, damaged
 from dray.cli import logs, runs, status, times, top
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
+from dray.runs.active_run.logs import of
 from dray.runs.finish import finish
-from dray.runs.logs import of
 from dray.runs.metrics import tail
 from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Slurm, meaning
-from dray.runs.status import State, Watched, write_summary
+from dray.runs.status import State, Stop, Watched, write_summary
 from dray.runs.status import status as look
-from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths, find
 from helpers import PYTHON, ROOT, bash_blocks, section
 

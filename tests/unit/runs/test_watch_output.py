@@ -15,8 +15,7 @@ from dray.runs.finish import finish
 from dray.runs.metrics import parsed
 from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Job
-from dray.runs.status import State, Watched
-from dray.runs.stop_reason import Stop
+from dray.runs.status import State, Stop, Watched
 from dray.runs.store import RunPaths
 from helpers import ROOT
 from slurms import Slurm

@@ -10,13 +10,13 @@ import pytest
 from dray.cli import watch as verb
 from dray.contract.findings import DrayError
 from dray.facts import Facts
+from dray.runs.active_run.watch import Watcher, news
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Job
 from dray.runs.status import Live, State, Watched
 from dray.runs.status import status as look
 from dray.runs.store import RunPaths
-from dray.runs.watch import Watcher, news
 from helpers import ROOT
 from slurms import Slurm
 
@@ -90,7 +90,7 @@ def watcher(run: Path = Path("/runs/mine"), submit: object = lambda: None) -> tu
 
 def test_each_thing_is_said_once_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("dray.runs.watch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dray.runs.active_run.watch.time.monotonic", lambda: now[0])
     watching, said = watcher()
     ends = seen(slurm_job=job("COMPLETING"))
     for state, at in ((seen(), 0), (seen(), 30), (ends, 60), (ends, 600), (ends, 661), (ends, 700), (seen(), 800)):

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from dray.runs import webhook
+from dray.runs.active_run import watch
 from dray.runs.result import Result
 
 RESULT = Result(
@@ -54,7 +54,7 @@ def url(server: Server) -> str:
 
 @pytest.mark.seconds
 def test_a_chat_gets_one_line_and_a_program_the_fields(server: Server) -> None:
-    assert webhook.tell(url(server), RESULT, "stopped by scancel at x\n  safe: y") is None
+    assert watch.tell_webhook(url(server), RESULT, "stopped by scancel at x\n  safe: y") is None
     line = "r: stopped by scancel at x"
     assert [json.loads(body) for body in server.seen] == [
         {
@@ -70,7 +70,7 @@ def test_a_chat_gets_one_line_and_a_program_the_fields(server: Server) -> None:
 )
 def test_another_answer_is_a_warning_and_a_redirect_is_not_followed(server: Server, code: int, told: str) -> None:
     server.code = code
-    assert webhook.tell(url(server), RESULT, "done") == f"the webhook answered {told}"
+    assert watch.tell_webhook(url(server), RESULT, "done") == f"the webhook answered {told}"
     assert len(server.seen) == 1
 
 
@@ -78,7 +78,7 @@ def test_another_answer_is_a_warning_and_a_redirect_is_not_followed(server: Serv
 @pytest.mark.parametrize(("code", "told"), [(404, "404 Not Found"), (599, "599")])
 def test_a_server_has_no_words_of_its_own(server: Server, code: int, told: str) -> None:
     server.code, server.words = code, "\x1b[2J\x1b]0;x\x07done: exit code 0"
-    assert webhook.tell(url(server), RESULT, "done") == f"the webhook answered {told}"
+    assert watch.tell_webhook(url(server), RESULT, "done") == f"the webhook answered {told}"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_server_has_no_words_of_its_own(server: Server, code: int, told: str) 
     ],
 )
 def test_what_is_no_url_or_answers_nothing(bad: str) -> None:
-    failed = webhook.tell(bad, RESULT, "done")
+    failed = watch.tell_webhook(bad, RESULT, "done")
     assert failed
     assert failed.startswith("the webhook ")
     assert "secret" not in failed
@@ -111,10 +111,10 @@ def test_what_is_no_url_or_answers_nothing(bad: str) -> None:
 
 @pytest.mark.seconds
 def test_a_name_that_is_looked_up_for_ever_holds_up_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "_SECONDS", 0)
+    monkeypatch.setattr(watch, "_WEBHOOK_S", 0)
     asked = threading.Event()
-    monkeypatch.setattr(webhook, "_post", lambda *_: asked.wait(30))
+    monkeypatch.setattr(watch, "_post", lambda *_: asked.wait(30))
     began = time.monotonic()
-    assert webhook.tell("https://chat.example/x", RESULT, "done") == "the webhook did not answer within 1 s"
+    assert watch.tell_webhook("https://chat.example/x", RESULT, "done") == "the webhook did not answer within 1 s"
     assert time.monotonic() - began < 5
     asked.set()

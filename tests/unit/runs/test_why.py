@@ -19,12 +19,12 @@ import warm
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
-from dray.runs import causes, stop_reason, why
-from dray.runs.finish import finish
+from dray.runs.finish import finish, known_causes
 from dray.runs.prepare import read_recipe, write
+from dray.runs.report import why
 from dray.runs.result import summary
+from dray.runs.status import Stop, stop_in_logs
 from dray.runs.status import status as status_of
-from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT, bash_blocks, section
 from slurms import Slurm
@@ -112,7 +112,7 @@ def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
     names = {
         name.strip() for row in re.findall(r"^\| \w+ \| (.*;.*) \|$", text, re.MULTILINE) for name in row.split(";")
     }
-    assert {re.sub(r" \(.*\)$", "", name) for name in names} == {one.name for one in causes.known()}
+    assert {re.sub(r" \(.*\)$", "", name) for name in names} == {one.name for one in known_causes()}
 
 
 def test_the_result_and_the_last_words_name_it(paths: RunPaths) -> None:
@@ -317,7 +317,7 @@ class TestStates:
     def test_the_log_of_its_own_job(self, tmp_path: Path, log: str, of: int, reason: str | None) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%S")
         (tmp_path / log).write_text(f"slurmstepd: error: *** JOB {of} ON n1 CANCELLED AT {at} ***\n")
-        found = stop_reason.of_files(tmp_path / "attempt-1", 20, time.time() - 60)
+        found = stop_in_logs(tmp_path / "attempt-1", 20, time.time() - 60)
         assert (found.reason if found else None) == reason
 
     def test_what_slurm_tells_of_a_requeued_job_is_the_later_attempt_s(
@@ -451,7 +451,7 @@ def test_another_user_s_folder_that_may_not_be_read(paths: RunPaths) -> None:
     paths.run.chmod(0)
     # Root reads all; what is imported before is in nobody's reach after.
     code = (
-        "import os, sys, dray.cli.why, dray.runs.image_layer\n"
+        "import os, sys, dray.cli.why, dray.runs.prepare\n"
         "if not os.geteuid(): os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "dray.cli.main()"
     )

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from dray.planning.schema import Plan
-from dray.runs import requeue
+from dray.runs import finish
 from helpers import ROOT, python
 
 SHOWN = "JobId=17 JobName=my run JobState={state} Restarts=0 BatchFlag=1"
@@ -209,10 +209,10 @@ def test_the_image_s_word_is_not_trusted(slurm: Slurm, tmp_path: Path, decided: 
 
 
 def test_all_options_of_dray_finish_reach_sbatch(slurm: Slurm) -> None:
-    shown = "".join(f"{field}=value " for field in requeue._OPTIONS.values())
+    shown = "".join(f"{field}=value " for field in finish._SBATCH_OPTIONS.values())
     plan = SimpleNamespace(recipe=SimpleNamespace(replaces_nodes=True), grace_s=60)
-    options = requeue.options(f"{shown}OverSubscribe=NO", cast("Plan", plan), ["n2"])
-    assert {option.partition("=")[0] for option in options} >= {f"--{name}" for name in requeue._OPTIONS}
+    options = finish.requeue_options(f"{shown}OverSubscribe=NO", cast("Plan", plan), ["n2"])
+    assert {option.partition("=")[0] for option in options} >= {f"--{name}" for name in finish._SBATCH_OPTIONS}
     _, (_, follow) = slurm.after("".join(f"{line}\n" for line in ("requeue n2", *options)), answers=REFUSED)
     assert follow[4 : 4 + len(options)] == options
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dray.config import sites
-from dray.runs import requested_resources, submit
+from dray.runs import submit
 from dray.runs.prepare import read_recipe
 from dray.runs.store import RunPaths
 from helpers import ROOT
@@ -43,7 +43,7 @@ def test_sbatch_is_given_the_option_where_slurm_takes_it(
     tmp_path: Path, key: str, version: str, parameters: str, takes: bool
 ) -> None:
     config = {"SLURM_VERSION": version, "SlurmctldParameters": parameters}
-    known = requested_resources.Known(config, sites.Choice(sites.find(sites.GENERIC), "test"))
+    known = submit.Known(config, sites.Choice(sites.find(sites.GENERIC), "test"))
     recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f"requeue={key}"])
     job = submit.planned(recipe, RunPaths(tmp_path / "r"), submit.Submission(["smoke-cpu"]), known)
     assert ("--requeue=expedite" in job.argv) == (key == "expedite" and takes)

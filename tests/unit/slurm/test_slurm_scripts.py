@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from dray.images import store
-from dray.runs import stop_reason
+from dray.runs import status
 from helpers import ROOT, until
 from jobs import SRUN, Job
 
@@ -321,12 +321,12 @@ class TestStopped:
     )
     def test_what_slurm_tells(self, job: tuple[str, str, str], end: str, reason: str) -> None:
         text = f"at=1000 end={end}\n{self.LINE.format(*job)}\n"
-        assert stop_reason.parse(text, now=0, grace=120) == stop_reason.Stop(reason, "1970-01-01T00:16:40Z")
+        assert status.stop_of_job(text, now=0, grace=120) == status.Stop(reason, "1970-01-01T00:16:40Z")
 
     @pytest.mark.parametrize(("left", "reason"), [(180, "the time limit"), (241, "SIGUSR1")])
     def test_the_signal_before_the_time_limit(self, left: int, reason: str) -> None:
         text = f"signal=USR1 at=1000 end={1000 + left}\n{self.LINE.format('RUNNING', 'None', 'None')}\n"
-        assert stop_reason.parse(text, now=0, grace=120).reason == reason
+        assert status.stop_of_job(text, now=0, grace=120).reason == reason
 
     @pytest.mark.parametrize(
         ("before", "now", "reason"), [("0", "1", "scontrol requeue"), ("1", "1", "scancel"), ("", "1", "scancel")]
@@ -335,12 +335,12 @@ class TestStopped:
         """As seen: its state is COMPLETING in both cases, and Slurm counts the restart at once."""
         line = f"{self.LINE.format('COMPLETING', 'None', 'None')} Restarts={now}"
         assert (
-            stop_reason.parse(f"signal=TERM at=1000 end=9000 restarts={before}\n{line}\n", now=0, grace=120).reason
+            status.stop_of_job(f"signal=TERM at=1000 end=9000 restarts={before}\n{line}\n", now=0, grace=120).reason
             == reason
         )
 
     def test_a_controller_that_does_not_answer(self) -> None:
-        assert stop_reason.parse("at= end=\n", now=1000, grace=120).reason == "SIGTERM"
+        assert status.stop_of_job("at= end=\n", now=1000, grace=120).reason == "SIGTERM"
 
     @pytest.mark.seconds
     @pytest.mark.parametrize("kept", [True, False])

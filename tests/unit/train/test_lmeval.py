@@ -93,13 +93,13 @@ def test_results_of_a_run_that_is_read_only_are_here(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dray.cli import model
-    from dray.runs import run_in_image
+    from dray.runs import local
 
     folders = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model.os, "access", lambda *_: False)
-    monkeypatch.setattr(run_in_image, "once", lambda *_, folder, **__: folders.append(folder) or 0)
-    plan, final = run_in_image.ended(run)
+    monkeypatch.setattr(local, "run_in_image", lambda *_, folder, **__: folders.append(folder) or 0)
+    plan, final = local.ended_run(run)
     job = image_tasks.LmEval(str(final), "hellaswag", [], "cpu", 1, trust_remote_code=False)
     model._lm_eval(plan.recipe, job, "bare")
     assert folders == [tmp_path / "lm-eval"]
@@ -108,9 +108,9 @@ def test_results_of_a_run_that_is_read_only_are_here(
 def test_a_masked_model_has_no_next_token(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dray.cli import model
     from dray.contract.findings import ConfigError
-    from dray.runs import run_in_image
+    from dray.runs import local
 
-    plan, final = run_in_image.ended(run)
+    plan, final = local.ended_run(run)
     masked = plan.recipe.with_values("train", objective="masked")
     job = image_tasks.LmEval(str(final), "hellaswag", [], "cpu", 1, trust_remote_code=False)
     with pytest.raises(ConfigError, match="lm-eval's tasks are for models that predict the next token"):

@@ -12,7 +12,7 @@ import pytest
 from dray.contract import node
 from dray.contract.trainer import image_tasks
 from dray.planning.schema import Plan
-from dray.runs import local, run_in_image
+from dray.runs import local
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -99,10 +99,10 @@ def test_the_job_sees_a_gpu_where_this_machine_has_one_for_the_recipe_s_image(
     monkeypatch.setattr(node, "has_gpu", lambda accelerator: has and accelerator == "cuda")
     monkeypatch.setattr(local, "run", lambda plan, *_, **__: raises(plan))
     monkeypatch.setattr(local, "image_of", lambda *_: sys.executable)
-    recipe = run_in_image.Recipe.model_validate({"name": "one", "image": image, "command": {"argv": ("true",)}})
+    recipe = local.Recipe.model_validate({"name": "one", "image": image, "command": {"argv": ("true",)}})
     job = image_tasks.Push(str(tmp_path), "a/b", private=True)
     with pytest.raises(SeenError) as found:
-        run_in_image.once(recipe, job, engine="bare", folder=tmp_path, by_gpu=by_gpu)
+        local.run_in_image(recipe, job, engine="bare", folder=tmp_path, by_gpu=by_gpu)
     plan: Plan = found.value.args[0]
     hidden = {one.name: one.value for one in plan.env}.get("CUDA_VISIBLE_DEVICES")
     assert (plan.variant, plan.world.size, hidden) == (variant, 1, None if variant == "cuda" else "")

@@ -1,4 +1,5 @@
-"""A report of one or several runs, from their folders, as one HTML page.
+"""Reports of runs from their folders: why one failed, an archive of one, and one or several as an HTML page.
 
-`data` reads the folders, `sections` chooses the content, `plots` lays out the curves, and page.html is the template.
+Of the page, `data` reads the folders, `sections` chooses the content, `plots` lays out the curves, and page.html is the
+template.
 """

@@ -14,12 +14,13 @@ from typing import Any
 from dray.contract import files
 from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
-from dray.runs import failure_records, startup, store, why
-from dray.runs.metrics import Event, number, parsed, whole
+from dray.runs import store
+from dray.runs.finish import read_failures
+from dray.runs.metrics import Event, Startup, number, parsed, read_startup, whole
+from dray.runs.report import why
 from dray.runs.report.plots import Point
 from dray.runs.result import Result, result_of, who
-from dray.runs.startup import Startup
-from dray.runs.stop_reason import utc
+from dray.runs.status import utc
 from dray.runs.store import RunPaths
 
 CURVES = ("loss", "lr", "tokens_per_s", "mfu", "step_s", "checkpoint_s", "memory_gb")
@@ -189,7 +190,7 @@ def _attempt(paths: RunPaths, plan: Plan | None) -> Attempt:
         began=utc(began) if began else "",
         hosts=result.hosts if result else hosts,
         result=result,
-        startup=(result and result.startup) or startup.read(paths, hosts) or Startup(parts={}),
+        startup=(result and result.startup) or read_startup(paths, hosts) or Startup(parts={}),
         failures=_failures(paths),
         profile=profile,
     )
@@ -199,6 +200,6 @@ def _failures(paths: RunPaths) -> list[tuple[str, str]]:
     failures = []
     for folder in [*sorted(paths.failures.glob("restart-*")), paths.failures]:
         with suppress(OSError, ValueError, OverflowError):
-            for record in failure_records.read(folder, paths.logs, warn=lambda _: None)[:1]:
+            for record in read_failures(folder, paths.logs, warn=lambda _: None)[:1]:
                 failures.append((utc(record.time), f"{who(record.cause)}: {record.cause.head}"))
     return failures

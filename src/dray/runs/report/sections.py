@@ -15,8 +15,8 @@ from markupsafe import Markup
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted, listed
 from dray.contract.node_start import NAMES
-from dray.runs import cost
-from dray.runs.metrics import number
+from dray.runs import metrics
+from dray.runs.metrics import Startup, number
 from dray.runs.report.data import Run
 from dray.runs.report.plots import (
     MISSING,
@@ -32,9 +32,8 @@ from dray.runs.report.plots import (
     reduced,
     seconds,
 )
+from dray.runs.report.why import text
 from dray.runs.result import who
-from dray.runs.startup import Startup
-from dray.runs.why import text
 
 Item = Text | Table | Lines | TimeLine
 _SINCE = "since the last logged step"
@@ -163,7 +162,7 @@ def _measures(run: Run) -> dict[str, str]:
         else MISSING,
         "waiting for checkpoints": seconds(trace.checkpoint_s or None),
         "waiting for data": seconds(trace.data_s or None),
-        "cost, all attempts": cost.text(result.spent if result else None) or MISSING,
+        "cost, all attempts": metrics.cost_text(result.spent if result else None) or MISSING,
         "run folder": run.folder,
     }
 

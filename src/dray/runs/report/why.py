@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict
 
 from dray.contract import files, secrets
 from dray.contract.control_characters import printable
-from dray.runs import causes, slurm, stop_reason
 from dray.runs import result as results
+from dray.runs import slurm
 from dray.runs import status as states
-from dray.runs.finish import Ended, explained
+from dray.runs.finish import Ended, cause_of_reason, explained
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, failed, history, notes
-from dray.runs.stop_reason import Stop
+from dray.runs.status import Stop
 from dray.runs.store import Attempt as StoredAttempt
 from dray.runs.store import Run, RunPaths, Table, is_run, last_attempt, reason
 
@@ -93,7 +93,7 @@ def look(paths: RunPaths) -> Report:
             ended = Ended(paths, code=0)
             cause = explained(ended.recorded(paths.failures), paths.logs, ended.plan)
             warnings += ended.warnings
-    fields |= causes.of_reason(fields["reason"])
+    fields |= cause_of_reason(fields["reason"])
     if cause:
         fields |= {"cause": cause.model_dump(), "evidence": [*cause.evidence, *fields["evidence"]]}
         if cause.name != UNKNOWN:
@@ -120,11 +120,11 @@ def _unfinished(paths: RunPaths) -> Table:
     if any(job == later.job_id for later in run.attempts if later.number > paths.attempt):
         job = ""  # requeued: Slurm tells of the later attempt
     ended = slurm.last_state(job, attempt.facts.get("cluster", "")) if job else ""
-    state, at, why = states.NO_RESULT, None, stop_reason.of_state(ended)
+    state, at, why = states.NO_RESULT, None, states.reason_of_state(ended)
     with suppress(OSError):  # another user's folder
         seen = states.status(paths.folder)
         state, at = seen.state, seen.finished
-        if state == states.STOPPED and not (why and seen.why == stop_reason.TERM):  # Slurm tells more than its signal
+        if state == states.STOPPED and not (why and seen.why == states.TERM):  # Slurm tells more than its signal
             why = seen.why or why
     if why and Stop(why, "").by_wish:
         state = states.STOPPED

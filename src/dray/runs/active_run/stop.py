@@ -24,7 +24,7 @@ _NOW_S = 30.0  # for the runners to end their ranks, with their grace and SIGKIL
 _ASK_S = 10.0  # between queries to Slurm's controller, which all users share
 
 
-def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
+def stop_run(run: Path, *, now: bool, wait: bool, say: Say) -> None:
     """Ask the run to end, or end it `now`; then wait for the end and print its summary."""
     state = status(run)
     if state.kind in ("queued", "starting"):
