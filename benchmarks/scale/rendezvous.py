@@ -13,9 +13,8 @@ from crowd import Crowd, Node, Stranger
 from table import Row, fit
 
 from dray.contract.findings import DrayError
-from dray.runner import address
 from dray.runner.plan import Identity, Plan, World, of
-from dray.runner.rendezvous import gather, make_hello
+from dray.runner.rendezvous import gather, listen, make_hello
 
 KEY = b"5ec2e7" * 8
 SIZES = (2, 64, 1024, 10_000)
@@ -102,7 +101,7 @@ def _come(port: int, count: int, limit: float, *, strangers: int, absent: int) -
 def _first(count: int, limit: float) -> None:
     """The process that is the first node."""
     plan = _plan(count, limit)
-    listener, told = address.listen(plan.world), {}
+    listener, told = listen(plan.world), {}
     print(listener.getsockname()[1], flush=True)
     own = make_hello(plan)
     try:

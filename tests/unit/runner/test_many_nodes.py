@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import DrayError
-from dray.runner import address, connections, rendezvous
-from dray.runner.protocol import Hello, Message
+from dray.runner import connections, rendezvous
+from dray.runner.connections import Hello, Message
 from dray.runner.rendezvous import make_hello
 from nodes import SECRET, decoded
 
@@ -24,7 +24,7 @@ class First:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.guests, self.error = decoded(plan), {}, None
-        self.listener = address.listen(self.plan.world)
+        self.listener = rendezvous.listen(self.plan.world)
         self._thread = threading.Thread(target=self._gather)
         self._thread.start()
 
