@@ -50,11 +50,16 @@ def _plan(count: int, limit: float) -> Plan:
         "ranks_per_node": 8,
         "master": "127.0.0.1",
         "interfaces": [],
-        "rendezvous_timeout_s": limit,
+        "rendezvous_timeout_s": int(limit),
+        "cores": [],
         "shared_folder": True,
         "identity": dict.fromkeys(Identity._fields, "DRAY_IMAGE_ID"),
     }
-    return of(dict.fromkeys(Plan._fields) | {"folder": "/nonexistent", "scratch": "/nonexistent", "world": world})
+    text = dict.fromkeys(("run", "folder", "scratch", "variant", "where"), "/nonexistent")
+    lists = {name: [] for name in ("launcher", "command", "env", "pass_env")}
+    recipe = {"pass_env": []}
+    plan = of({**text, **lists, "attempt": 1, "world": world, "recipe": recipe})
+    return plan._replace(digest="")  # all nodes have one plan, but for the limit
 
 
 def _meet(count: int, *, strangers: int = 0, absent: int = 0, limit: float = 60) -> tuple[float, dict[str, Any]]:
