@@ -12,7 +12,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
-from dray.runner import connections, protocol, rendezvous
+from dray.runner import connections, rendezvous
 
 _MOST = 65536  # bytes of one look
 
@@ -77,9 +77,9 @@ class Caller:
 
 
 class Node(Caller):
-    """As `rendezvous.join`, `hub.greet` and the hello; whom the first node has no room for comes again."""
+    """As `rendezvous.join`, `connections.greet` and the hello; whom the first node has no room for comes again."""
 
-    def __init__(self, crowd: Crowd, number: int, nodes: int, hello: protocol.Hello) -> None:
+    def __init__(self, crowd: Crowd, number: int, nodes: int, hello: connections.Hello) -> None:
         super().__init__(crowd, f"127.0.0.{2 + number % 8}")  # one address has too few ports for all
         self.hello = hello._replace(node=number, name=f"n{number}")
         self.nodes, self.told = nodes, ""
@@ -91,7 +91,7 @@ class Node(Caller):
         try:
             data = self.line.recv(_MOST)
             if not data:
-                raise protocol.BrokenError("it was shown out")
+                raise connections.BrokenError("it was shown out")
             self._data += data
             self._go_on(self.line)
         except OSError:
@@ -113,14 +113,14 @@ class Node(Caller):
             if len(self._data) >= 32:
                 self._introduce(line, theirs, own)
         elif self._data.endswith(b"\n"):
-            self.told = type(protocol.decode(self._data)).__name__
+            self.told = type(connections.decode(self._data)).__name__
             self.crowd.leave(self)
 
     def _introduce(self, line: socket.socket, theirs: bytes, own: bytes) -> None:
         if not hmac.compare_digest(self._data[:32], connections.proof(self.crowd.key, b"host", own, theirs)):
             sys.exit("the first node does not hold the secret")
         self._data = self._data[32:]
-        line.sendall(protocol.encode(self.hello._replace(time=time.time())))
+        line.sendall(connections.encode(self.hello._replace(time=time.time())))
         self._introduced = True
 
 

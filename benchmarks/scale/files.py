@@ -17,7 +17,7 @@ from dray.config import dray_home
 from dray.contract import run_folder
 from dray.contract.findings import Finding
 from dray.facts import Facts
-from dray.runner import evidence, failure_record
+from dray.runner import records
 from dray.runner.plan import Plan, read
 from dray.runs import prepare
 from dray.runs.finish import finish
@@ -58,7 +58,7 @@ def _left(count: int, *, fails: bool) -> Iterator[tuple[RunPaths, float]]:
         _, paths = prepare.write(recipe, facts, runs=Path(folder), run="many")
         plan = read(str(paths.plan))
         began = time.perf_counter()
-        with mock.patch.object(evidence, "collect", return_value=[]):  # of the machine, and no file
+        with mock.patch.object(records, "collect_evidence", return_value=[]):  # of the machine, and no file
             _nodes(plan, fails=fails)
         took = time.perf_counter() - began
         if not fails:
@@ -74,10 +74,10 @@ def _nodes(plan: Plan, *, fails: bool) -> None:
         node = plan._replace(me=me)
         with Path(plan.folder, run_folder.node_log(me)).open("ab") as log:  # as srun does
             log.write(b"dray: cores of each rank: 0-3\n")
-        failure_record.this_node(node, {})
+        records.write_node(node, {})
         for rank in node.ranks:
             place = Path(plan.folder, run_folder.rank_log(rank))
             place.write_bytes(b"step 1\n")
             if fails and rank - node.ranks[0] < FAILING:
                 found = Finding("x", code=1, node=name, rank=rank)
-                failure_record.write(plan.folder, f"rank-{rank}", found, str(place))
+                records.write_failure(plan.folder, f"rank-{rank}", found, str(place))

@@ -13,9 +13,8 @@ from crowd import Crowd, Node, Stranger
 from table import Row, fit
 
 from dray.contract.findings import DrayError
-from dray.runner import address
 from dray.runner.plan import Identity, Plan, World, of
-from dray.runner.rendezvous import gather, make_hello
+from dray.runner.rendezvous import gather, listen, make_hello
 
 KEY = b"5ec2e7" * 8
 SIZES = (2, 64, 1024, 10_000)
@@ -51,11 +50,16 @@ def _plan(count: int, limit: float) -> Plan:
         "ranks_per_node": 8,
         "master": "127.0.0.1",
         "interfaces": [],
-        "rendezvous_timeout_s": limit,
+        "rendezvous_timeout_s": int(limit),
+        "cores": [],
         "shared_folder": True,
         "identity": dict.fromkeys(Identity._fields, "DRAY_IMAGE_ID"),
     }
-    return of(dict.fromkeys(Plan._fields) | {"folder": "/nonexistent", "scratch": "/nonexistent", "world": world})
+    text = dict.fromkeys(("run", "folder", "scratch", "variant", "where"), "/nonexistent")
+    lists = {name: [] for name in ("launcher", "command", "env", "pass_env")}
+    recipe = {"pass_env": []}
+    plan = of({**text, **lists, "attempt": 1, "world": world, "recipe": recipe})
+    return plan._replace(digest="")  # all nodes have one plan, but for the limit
 
 
 def _meet(count: int, *, strangers: int = 0, absent: int = 0, limit: float = 60) -> tuple[float, dict[str, Any]]:
@@ -102,7 +106,7 @@ def _come(port: int, count: int, limit: float, *, strangers: int, absent: int) -
 def _first(count: int, limit: float) -> None:
     """The process that is the first node."""
     plan = _plan(count, limit)
-    listener, told = address.listen(plan.world), {}
+    listener, told = listen(plan.world), {}
     print(listener.getsockname()[1], flush=True)
     own = make_hello(plan)
     try:

@@ -27,9 +27,8 @@ import rendezvous
 from table import Row, fit
 
 from dray.contract import node_start
-from dray.runner.connections import Connection
-from dray.runner.protocol import StartTimes
-from dray.runner.start_timings import StartTimings
+from dray.runner.connections import Connection, StartTimes
+from dray.runner.control import StartTimings
 
 SIZES, RANKS = (64, 1024, 10_000), 8
 _MEASURED = (64, 256, 1024)  # nodes by which the growth is known; the largest of SIZES is predicted

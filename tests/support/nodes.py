@@ -16,9 +16,8 @@ import pytest
 
 from dray.runner.children import Loop
 from dray.runner.connections import Connection
-from dray.runner.control import Control
+from dray.runner.control import Control, StartTimings
 from dray.runner.plan import Plan, of
-from dray.runner.start_timings import StartTimings
 from helpers import PYTHON
 
 SECRET = "5ec2e7" * 8

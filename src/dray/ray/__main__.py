@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dray.contract import files, hardware, run_folder
 from dray.contract.findings import DrayError, UnfitError
-from dray.runner import address, rendezvous
+from dray.runner import rendezvous
 from dray.runner.children import Children, below, ended_with
 from dray.runner.plan import read
 
@@ -43,7 +43,7 @@ def main(folder: str, gpus: str, *command: str) -> int:
     # above those of Ray's workers.
     head = (os.environ["MASTER_ADDR"], 20_000 + (store + 5_000) % 10_000)
     if is_head:
-        address.listen(plan.world._replace(port=head[1])).close()  # or a busy port is named
+        rendezvous.listen(plan.world._replace(port=head[1])).close()  # or a busy port is named
     if all(variable.name != "OMP_NUM_THREADS" for variable in plan.env):
         os.environ.pop("OMP_NUM_THREADS", None)  # for one process a node; Ray sets it for each of its workers
     secret = hmac.digest(rendezvous.secret_of(folder), f"dray ray {store}".encode(), "sha256").hex()

@@ -14,27 +14,13 @@ from typing import TYPE_CHECKING
 from dray.contract import exit_codes, failures, findings, heartbeat, run_folder, scratch
 from dray.contract.findings import DrayError, Finding
 from dray.contract.node_start import PREFLIGHT, RENDEZVOUS
-from dray.runner import (
-    address,
-    children,
-    control,
-    environment,
-    evidence,
-    failure_record,
-    node_rank,
-    process_group,
-    redact,
-    rendezvous,
-)
-from dray.runner.log import say
-from dray.runner.plan import Environ, Plan, read
+from dray.runner import children, control, launcher, records, redact, rendezvous, say
+from dray.runner.plan import Environ, Plan, node_rank, read, require_command
 from dray.runner.rendezvous import StoppedError
-from dray.runner.start_timings import StartTimings
 
 if TYPE_CHECKING:
     from dray.runner.preflight import Preflight
 
-_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _COMPILES_S = 15 * 60.0  # torch holds a lock while it compiles one extension
 # A rank holds a file for each connection: 1,024, the usual soft limit, are too few beside other users who connect to
 # Gloo's port. Not all that some machines allow: old programs close each number up to the limit, and 1,000,000,000 take
@@ -45,7 +31,7 @@ _FILES = 65_536
 def main(path: str) -> int:
     """This node's exit code: the launcher's, or that of the failure which kept it from starting."""
     plan = read(path)
-    environment.merge(plan)
+    launcher.set_variables(plan)
     os.environ[redact.PASSED] = " ".join(plan.recipe.pass_env)
     allow_files()
     return Runner(plan).run()
@@ -88,9 +74,9 @@ class Runner:
 
     def meet(self) -> None:
         """Check this node, and connect it with the others."""
-        self.plan = plan = self.plan._replace(me=node_rank.index(self.plan.world))
-        self.timings = StartTimings(plan)
-        node_rank.require(plan)
+        self.plan = plan = self.plan._replace(me=node_rank(self.plan.world))
+        self.timings = control.StartTimings(plan)
+        require_command(plan)
         scratch.take(plan.scratch)
         children.adopt()
         if plan.preflight:
@@ -98,7 +84,7 @@ class Runner:
         channels, self.store, self.listener = rendezvous.meet(plan, self.unfit)
         self.timings.lap(RENDEZVOUS)
         own = channels[0].line.getsockname()[0] if plan.me else self.store[0]
-        self.gloo = address.gloo(own)
+        self.gloo = rendezvous.gloo_interface(own)
         self.supervised = children.Children()
         self.links = control.Control(plan, self.supervised, channels, self.timings)
 
@@ -117,9 +103,9 @@ class Runner:
         """Hand the socket to the store, run the preflight and the launcher; return this node's exit code."""
         plan, links = self.plan, self.links
         self.start, began = links.start, time.time()
-        os.environ[evidence.BEFORE] = evidence.oom_kills()
-        environ = environment.of(plan, self.store, self.start, self.gloo)
-        failure_record.this_node(plan, environ)
+        os.environ[records.OOM_KILLS_BEFORE] = records.oom_kills()
+        environ = launcher.environment(plan, self.store, self.start, self.gloo)
+        records.write_node(plan, environ)
         if self.listener:
             self.supervised.watch(self.listener.fileno(), self.serve)
             # Most programs of one rank never ask for the store, which costs an import of torch.
@@ -139,7 +125,7 @@ class Runner:
     def launch_ranks(self, environ: Environ) -> None:
         """Start the launcher, in a session of its own: what the engine's group hears, it would hear twice."""
         self.timings.launched()
-        command = argv(self.plan, *self.store)
+        command = launcher.argv(self.plan, *self.store)
         self.log = log = redact.between()
         try:
             self.supervised.start(command, env=environ, session=True, output=log.writer if log else None)
@@ -162,7 +148,7 @@ class Runner:
         cause = links.cause if links.start is self.start else links.start.cause
         self.finish_log()
         if cause and not links.stopped:
-            failure_record.first_failure(self.plan)
+            records.first_failure(self.plan)
         if cause and not self.plan.world.shared_folder:  # the record is on another machine
             if not hang or not hang.begun:
                 self.record(cause)
@@ -174,17 +160,17 @@ class Runner:
         """Prepare the next start of all ranks, if the first node says so, once those before have ended."""
         links, plan = self.links, self.plan
         if links.start is not self.start:  # before this node can fail by a cause of its own
-            failure_record.set_aside(plan, links.start.number)
+            records.set_aside(plan, links.start.number)
         elif not links.may_restart():
             return False
-        evidence.require_image()
+        records.require_image()
         if not self.supervised.sweep():  # with the store
             return False
         if self.listener:
             self.listener.close()
-            self.listener = address.listen(plan.world)
+            self.listener = rendezvous.listen(plan.world)
             links.restart(self.listener.getsockname()[1])
-            failure_record.set_aside(plan, links.start.number)
+            records.set_aside(plan, links.start.number)
         number, port, cause = links.start
         assert cause
         self.store = self.store[0], port
@@ -198,12 +184,12 @@ class Runner:
         links, plan = self.links, self.plan
         for other, (since, found) in links.lost.items():
             log = f"{plan.folder}/{run_folder.node_log(other)}"
-            failure_record.write(plan.folder, f"node-{plan.me}-lost-{other}", found, log, lost=True, time=since)
+            records.write_failure(plan.folder, f"node-{plan.me}-lost-{other}", found, log, lost=True, time=since)
         if not plan.me and not links.stopped:
             if links.saved and not links.lost:
-                failure_record.put(f"{plan.folder}/{run_folder.SAVED}", "")
+                records.put(f"{plan.folder}/{run_folder.SAVED}", "")
             if links.saved or not links.cause:
-                process_group.record(plan.folder, plan.world.size, self.store)
+                records.write_process_group(plan.folder, plan.world.size, self.store)
         if links.stopped:  # ranks of a launcher that did not wait for them may still save
             self.supervised.end(control.GRACE)
         if not self.supervised.sweep():
@@ -263,7 +249,7 @@ class Runner:
     def failure(self, code: int) -> Finding:
         """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
         self.finish_log()  # its last lines may be the reason
-        if first := failure_record.first_failure(self.plan):
+        if first := records.first_failure(self.plan):
             problem = f"rank {first['rank']} on {self.name}: {first['why']}"
             return Finding(problem, where=first["log"], code=first["code"], node=self.name, rank=first["rank"])
         problem = f"the launcher ended: {children.ended_with(code)}"
@@ -275,7 +261,7 @@ class Runner:
         """Record why this node failed, unless an earlier failure of it is recorded: that is the cause."""
         folder, name = self.plan.folder, f"node-{self.number}"
         if not os.path.exists(f"{folder}/{run_folder.failure(name)}"):
-            failure_record.write(folder, name, found, f"{folder}/{run_folder.node_log(self.number)}")
+            records.write_failure(folder, name, found, f"{folder}/{run_folder.node_log(self.number)}")
 
 
 def remove_locks(folder: str, before: float) -> None:
@@ -285,20 +271,6 @@ def remove_locks(folder: str, before: float) -> None:
             if os.stat(path).st_mtime < before:
                 os.unlink(path)
                 say(f"removed {path}: its compiler was killed")
-
-
-def argv(plan: Plan, host: str, port: int) -> list[str]:
-    """The launcher's argv with this node's values filled in, then the rank supervisor, then the command."""
-    values = {
-        "{node_rank}": str(plan.me),
-        "{master}": host,
-        "{port}": str(port),
-        "{endpoint}": f"{host}:{port}",
-        "{ranks}": f"{_FOLDER}/ranks.py",
-    }
-    launcher = [values.get(word, word) for word in plan.launcher]
-    rank = [sys.executable, "-S", "-E", f"{_FOLDER}/rank.py"]  # it needs no site-packages
-    return [*launcher, *rank, plan.folder, str(plan.world.size), plan.name, *plan.command]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The control connections: while launchers run, runners report stops, failures, restarts and ended nodes.
+"""The control connections: while launchers run, runners report stops, failures, restarts, start times and ended nodes.
 
 Each runner keeps its connection to the first one from the rendezvous, which has proved both ends. If a connection ends
 without a last message, its runner was killed or its node is gone.
@@ -6,20 +6,21 @@ without a last message, its runner was killed or its node is gone.
 
 from __future__ import annotations
 
+import _thread  # nobody waits for this thread, and threading's import is paid by every start
+import functools
+import json
+import os
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from dray.contract import exit_codes, run_folder
+from dray.contract import exit_codes, files, heartbeat, node_start, processes, run_folder
 from dray.contract.findings import Finding
+from dray.runner import heartbeats, records, say
 from dray.runner.children import Children, exit_code
-from dray.runner.connections import Connection
-from dray.runner.file_watch import FileWatch
-from dray.runner.hang import Hang
-from dray.runner.log import say
-from dray.runner.plan import Plan
-from dray.runner.protocol import (
+from dray.runner.connections import (
+    Connection,
     Ended,
     Failed,
     Idle,
@@ -30,7 +31,8 @@ from dray.runner.protocol import (
     Signal,
     StartTimes,
 )
-from dray.runner.start_timings import StartTimings
+from dray.runner.hang import Hang
+from dray.runner.plan import Plan
 
 GRACE = 10.0  # seconds from asking the launcher to end to killing it
 _HUNG_GRACE = 2.0  # its ranks have ended by then
@@ -39,6 +41,12 @@ _PART_S = 5.0  # from the last word to the close, for an end that does not read
 _REST = 30.0  # seconds for all nodes to end once the run has failed: the grace, and what SIGKILL needs on a busy node
 _FIRST_S = 5.0  # more for the first node's word
 _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nodes would end with it again
+_FILE_LOOK_S = 1.0
+_STALL_S = 5.0  # from one look to the next, after which the disk stalls
+_LONGEST_STOP = 1 << 16  # bytes of the file by which a run is asked to end
+_TIMES_S = 2.0  # between two looks at the heartbeats, and two writes
+_now = functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)  # which node.sh reads too
+LOADED = _now()  # as the runner begins
 
 
 class Control:
@@ -289,3 +297,93 @@ class Control:
         for connection in self._open.values():
             with suppress(OSError):  # it is gone, which is read next
                 connection.send(message)
+
+
+class FileWatch:
+    """The last look at the file by which a run is asked to end, and at the sizes of others.
+
+    A thread looks: while the shared disk stalls, signals, messages and hangs are still seen.
+    """
+
+    def __init__(self, stop: str = "") -> None:
+        self.stop_lines: list[bytes] = []
+        """The lines of the file `stop`; none without one."""
+        self._stop = stop
+        self._sizes: dict[str, int] = {}
+        self._looked = time.monotonic()
+        _thread.start_new_thread(self._look, ())
+
+    def size(self, path: str) -> int:
+        """The size of this file when it was last seen, 0 before that.
+
+        While the disk stalls it may grow unseen: another number each time.
+        """
+        size = self._sizes.setdefault(path, 0)
+        return size if time.monotonic() < self._looked + _STALL_S else -time.monotonic_ns()
+
+    def _look(self) -> None:
+        while True:
+            with suppress(OSError):  # a disk that does not answer asks for nothing
+                self.stop_lines = files.read(self._stop, limit=_LONGEST_STOP).splitlines()
+            for path in list(self._sizes):
+                with suppress(OSError):
+                    self._sizes[path] = os.stat(path).st_size
+            self._looked = time.monotonic()
+            time.sleep(_FILE_LOOK_S)
+
+
+class StartTimings:
+    """How long each part of this node's start took, from that of its runner to the first step of its ranks.
+
+    The first node collects the times of all in startup.json. Ranks write theirs into their heartbeat files on the node,
+    and nodes send theirs over the control connections: the shared disk gets one file, however many ranks there are.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        started = os.environ.pop(node_start.STARTED, "")
+        self.parts = node_start.parts_before_runner(started, processes.mark(os.getpid())[0], LOADED)
+        self._plan = plan
+        self.nodes: list[dict[str, float]] = [{} for _ in plan.world.nodes]
+        """The times of each node; other nodes have their own alone."""
+        self._written = [*self.nodes]
+        self._since = LOADED
+        self._launched = 0.0
+        self._looks_at = 0.0
+
+    def lap(self, part: str) -> None:
+        """Count the time since the last lap to this part."""
+        self.parts[part] = round(self.parts.get(part, 0.0) + _now() - self._since, 3)
+        self._since = _now()
+
+    def launched(self) -> None:
+        """Note that the launcher starts."""
+        self._launched = _now()
+
+    def look(self, *, last: bool = False) -> dict[str, float]:
+        """What another node tells the first one: its times so far, if there is a new one; mostly nothing.
+
+        The first node writes startup.json if there is news.
+        `last`: the launcher has ended.
+        """
+        if _now() < self._looks_at and not last:
+            return {}
+        self._looks_at = _now() + _TIMES_S
+        parts = node_start.valid_parts({**self.parts, **self._of_ranks()})
+        me = self._plan.me
+        if parts != self.nodes[me]:
+            self.nodes[me] = parts
+            if me:
+                return parts
+        if not me and self.nodes != self._written:  # with thousands of nodes one write has many news
+            self._written = [*self.nodes]
+            text = json.dumps({"attempt": self._plan.attempt, "nodes": self.nodes})
+            records.put(f"{self._plan.folder}/{run_folder.STARTUP}", text)
+        return {}
+
+    def _of_ranks(self) -> dict[str, float]:
+        """The times of the last rank to finish its imports, for which the others waited."""
+        marks = [heartbeats.of(self._plan, rank).marks for rank in self._plan.ranks]
+        if not all(rank[heartbeat.IMPORTED] for rank in marks):
+            return {}
+        parts = {name: mark / 1e9 for name, mark in zip(node_start.RANK, max(marks), strict=True) if mark}
+        return {**parts, node_start.IMPORT: parts[node_start.IMPORT] - self._launched}

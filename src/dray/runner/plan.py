@@ -1,4 +1,4 @@
-"""The plan, typed: what the runner reads of plan.json. The plan was validated when it was made.
+"""The plan, typed: what the runner reads of plan.json, and what this node checks against it.
 
 Named tuples, since the import of dataclasses would add a fifth to the runner's start. Their annotations are no strings
 here: the reader checks each value by them.
@@ -6,12 +6,13 @@ here: the reader checks each value by them.
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple
 
 from dray.contract import files
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed
 
 Environ = Mapping[str, str]
 Endpoint = tuple[str, int]
@@ -125,6 +126,44 @@ def of(values: dict[str, Any]) -> Plan:
     return plan._replace(digest=_digest(values))
 
 
+def node_rank(world: World) -> int:
+    """This node's number in the plan, by the variables of its own task. ConfigError: the plan has another node."""
+    variables = [world.identity.nodes, world.identity.node, world.identity.name]
+    places = [(str(len(world.nodes)), str(place), node.name) for place, node in enumerate(world.nodes)]
+    found = tuple(os.environ.get(name, "") for name in variables)
+    if found not in places:
+        raise ConfigError(
+            "this task is not a node of the plan",
+            wanted=listed(_identity(variables, values) for values in places),
+            found=_identity(variables, found),
+            fix="start node.sh with one task on each node of the plan: srun --nodes=N --ntasks-per-node=1; "
+            "do not export these variables before it: each task has its own",
+        )
+    return places.index(found)
+
+
+def require_command(plan: Plan) -> None:
+    """Refuse a command that cannot start in the container, before every rank fails with it."""
+    first, *rest = plan.command
+    folder, path = plan.where, os.environ.get("PATH", os.defpath)
+    script = os.path.join(folder, *rest[:1])
+    places, wanted = path.split(os.pathsep), f"{first} on PATH ({path})"
+    if "/" in first:
+        places, wanted = [folder], f"an executable file {os.path.join(folder, first)}"
+    if script.endswith(".py") and not os.path.exists(script):
+        first, wanted = rest[0], f"a file {script}"
+    elif any(os.access(os.path.join(place, first), os.X_OK) for place in places):
+        return
+    raise ConfigError(
+        f"the program is not in the container: {first}",
+        wanted=wanted,
+        found="no such file in the container",
+        fix="correct the path, or make the file executable (chmod +x). The container sees the folder where you submit, "
+        "the recipe's folders and the binds that dray plan -v lists; [[binds]] in a site file add others "
+        "(docs/launch.md)",
+    )
+
+
 def _typed(value: Any, kind: Any, key: str) -> Any:  # noqa: ANN401  any JSON value
     """The value of this key, which must be of this kind: an object as a named tuple, a list as a tuple."""
     if isinstance(kind, UnionType):
@@ -147,3 +186,7 @@ def _digest(values: dict[str, Any]) -> str:
     for folder in (values["folder"], values["scratch"]):
         text = text.replace(json.dumps(folder)[1:-1], "")
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _identity(names: list[str], values: Sequence[str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))

@@ -23,11 +23,11 @@ from typing import Any
 
 from dray.contract import exit_codes, node_start, run_folder
 from dray.contract.findings import DrayError, Finding, UnfitError, error, listed
+from dray.runner import say
 from dray.runner.children import Children, ended_with
+from dray.runner.connections import Report
 from dray.runner.control import Control
-from dray.runner.log import say
 from dray.runner.plan import Environ, Plan
-from dray.runner.protocol import Report
 
 LOADING = "import torch"  # no fault of a GPU: the image is read from a busy disk
 _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves, and for an answer

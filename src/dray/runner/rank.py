@@ -16,8 +16,7 @@ if __name__ == "__main__":
     sys.path[:] = [*sys.path[1:], os.path.abspath(f"{__file__}/../../..")]
 
 from dray.contract import exit_codes, heartbeat, ranges, run_folder
-from dray.runner import children, ranks
-from dray.runner.log import say
+from dray.runner import children, ranks, say
 
 
 def main(folder: str, world_size: str, node: str, *command: str) -> int:
@@ -105,7 +104,7 @@ def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) ->
     number = int(rank) if rank.isdecimal() else None
     try:
         from dray.contract.findings import Finding  # only a rank that died pays for these  # noqa: PLC0415
-        from dray.runner import failure_record  # noqa: PLC0415
+        from dray.runner import records  # noqa: PLC0415
     except Exception as error:  # the image's mount has gone away under the rank, with all that is not loaded
         known = f'"time": {now}, "node": {quoted(node)}, "rank": {"null" if number is None else number}, "code": {code}'
         why = quoted(f"{why}; the image is gone: {error}")
@@ -117,7 +116,7 @@ def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) ->
         except OSError as refused:
             say(f"{target} cannot be written: {refused}")
     else:
-        failure_record.write(folder, name, Finding(why, code=code, node=node, rank=number), log, time=now)
+        records.write_failure(folder, name, Finding(why, code=code, node=node, rank=number), log, time=now)
 
 
 if __name__ == "__main__":

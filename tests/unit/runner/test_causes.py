@@ -18,8 +18,8 @@ import pytest
 
 from dray.contract import failures, run_folder
 from dray.contract.findings import Finding
-from dray.runner import evidence, failure_record
 from dray.runner import rank as rank_module
+from dray.runner import records
 from dray.runs import finish, status
 from dray.runs.result import UNKNOWN, Cause
 from helpers import PYTHON
@@ -38,7 +38,7 @@ def cause(*lines: str, code: int = 1, why: str = "", seen: tuple[str, ...] = ())
 def failed(folder: Path, *command: str, rank: Path = RANK, before: str = "0", prefix: tuple[str, ...] = ()) -> Cause:
     """What a real rank has recorded, by its name."""
     (folder / run_folder.LOGS).mkdir(exist_ok=True)
-    env = {**PYTHON, "RANK": "0", "WORLD_SIZE": "1", evidence.BEFORE: before}
+    env = {**PYTHON, "RANK": "0", "WORLD_SIZE": "1", records.OOM_KILLS_BEFORE: before}
     argv = [*prefix, sys.executable, "-S", "-E", str(rank), str(folder), "1", "n1", *command]
     ended = subprocess.run(argv, env=env, check=False, timeout=60)
     record = json.loads((folder / run_folder.failure("rank-0")).read_text())
@@ -169,9 +169,9 @@ def memory_cgroup() -> Iterator[Path]:
 
 
 def test_a_kill_without_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence.node, "memory_limit", lambda: None)
-    monkeypatch.setattr(evidence, "_killed", lambda: 1)
-    assert evidence._memory() == ["memory cgroup: oom_kill rose by 1 since the ranks were started"]
+    monkeypatch.setattr(records.node, "memory_limit", lambda: None)
+    monkeypatch.setattr(records, "_new_oom_kills", lambda: 1)
+    assert records._memory_kills() == ["memory cgroup: oom_kill rose by 1 since the ranks were started"]
 
 
 def test_a_memory_limit_that_is_reached(tmp_path: Path, memory_cgroup: Path) -> None:
@@ -202,18 +202,18 @@ def test_whose_kills_in_the_kernel_s_log_are_evidence(monkeypatch, killed: int |
     def read(_: int, buffer: ctypes.Array, _size: int) -> None:
         buffer.value = log.encode()
 
-    monkeypatch.setattr(evidence.ctypes, "CDLL", lambda _: SimpleNamespace(klogctl=read))
-    monkeypatch.setattr(evidence, "_killed", lambda: killed)
-    *kills, xid = evidence._kernel()
+    monkeypatch.setattr(records.ctypes, "CDLL", lambda _: SimpleNamespace(klogctl=read))
+    monkeypatch.setattr(records, "_new_oom_kills", lambda: killed)
+    *kills, xid = records._kernel_log()
     assert "Xid" in xid
     assert [line.partition("task=")[2].partition(",")[0] for line in kills] == kept.split()
 
 
 def test_what_was_killed_before_the_ranks_were_started_is_no_evidence(monkeypatch) -> None:
-    monkeypatch.setattr(evidence, "oom_kills", lambda: "5")
+    monkeypatch.setattr(records, "oom_kills", lambda: "5")
     for before, lines in (("5", 0), ("4", 1), ("", 0), ("9", 0)):
-        monkeypatch.setenv(evidence.BEFORE, before)
-        assert len(evidence._memory()) == lines
+        monkeypatch.setenv(records.OOM_KILLS_BEFORE, before)
+        assert len(records._memory_kills()) == lines
 
 
 OOM = (
@@ -396,7 +396,7 @@ def test_no_line_takes_a_pattern_long(piece: str) -> None:
     lines = [piece * (20000 // len(piece))] * 20
     before = time.process_time()
     assert finish.named_cause(cause(*lines, seen=tuple(line[:1000] for line in lines), code=137)).name == UNKNOWN
-    for pattern in (evidence._TELLING, *evidence._LOGGED.values()):
+    for pattern in (records._TELLING, *records._LOGGED.values()):
         pattern.search(piece * 2000)
     assert time.process_time() - before < 5
 
@@ -475,8 +475,8 @@ def test_the_runner_knows_the_same_signs_of_another_s_end() -> None:
 def test_a_record_has_the_time_at_which_the_end_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To collect evidence takes a while: a peer of the rank that has died may be the quicker one."""
     clock = iter([10.0, 20.0])
-    monkeypatch.setattr(failure_record, "time", SimpleNamespace(time=lambda: next(clock)))
-    monkeypatch.setattr(evidence, "collect", lambda *_: [f"at {next(clock)}"])
-    failure_record.write(str(tmp_path), "node-0", Finding("x", code=1, node="n0"), "log")
+    monkeypatch.setattr(records, "time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr(records, "collect_evidence", lambda *_: [f"at {next(clock)}"])
+    records.write_failure(str(tmp_path), "node-0", Finding("x", code=1, node="n0"), "log")
     found = json.loads((tmp_path / run_folder.failure("node-0")).read_text())
     assert (found["time"], found["evidence"]) == (10.0, ["at 20.0"])

@@ -19,11 +19,11 @@ import pytest
 
 from dray.contract import heartbeat
 from dray.contract.findings import ConfigError, Finding
-from dray.runner import connections, file_watch, hang, heartbeats, stacks
+from dray.runner import connections, hang, heartbeats
 from dray.runner.children import Loop
-from dray.runner.culprit import Entered, Seen, culprit
+from dray.runner.connections import Entered, Progress, Seen
+from dray.runner.control import FileWatch
 from dray.runner.heartbeats import Heartbeats
-from dray.runner.protocol import Progress
 from dray.runs import local, prepare
 from helpers import ROOT, python, until
 from nodes import Start, control, decoded, ended, planned
@@ -247,11 +247,11 @@ def test_time_in_which_the_shared_disk_stalls_does_not_count(tmp_path: Path, mon
         return stat(path, *more, **named)
 
     monkeypatch.setattr(os, "stat", stalled)
-    monkeypatch.setattr(file_watch, "_LOOK_S", 0.05)
-    monkeypatch.setattr(file_watch, "_STALL_S", 0.5, raising=False)
+    monkeypatch.setattr("dray.runner.control._FILE_LOOK_S", 0.05)
+    monkeypatch.setattr("dray.runner.control._STALL_S", 0.5, raising=False)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").write_text("step 1\n")
-    watch = file_watch.FileWatch()
+    watch = FileWatch()
     beats = watched(tmp_path, 5, watch.size)
     wrote(tmp_path, 0, 0, 0, 0, 0, program=os.getpid())
     assert looked(beats, 0, 3) is None
@@ -308,7 +308,7 @@ def test_a_process_that_is_no_rank_of_this_node_is_left_alone(tmp_path: Path, wh
         wrote(tmp_path, 0, 1, heartbeat.STEP, 0, 1, program=program)
         seen = [Seen(0, "node1", state="unseen")]
         plan = decoded(planned(tmp_path))._replace(scratch=str(tmp_path))
-        stacks.save(seen, 0, plan, str(tmp_path / "rank-0.txt"), time.monotonic())
+        hang.save_stacks(seen, 0, plan, str(tmp_path / "rank-0.txt"), time.monotonic())
         assert (seen[0].state, seen[0].frames) == ("", ())
         os.kill(orphan, 0)
     finally:
@@ -322,7 +322,7 @@ def test_the_python_below_a_shell_with_a_trap_is_found() -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as shell:
         assert shell.stdout
         shell.stdout.readline()
-        (found,) = stacks._pythons(shell.pid)
+        (found,) = hang._pythons(shell.pid)
         assert found != shell.pid
         os.killpg(shell.pid, signal.SIGKILL)
 
@@ -458,7 +458,7 @@ ODD = {
 @pytest.mark.parametrize("case", ODD)
 def test_the_odd_rank(case: str) -> None:
     given, rank, what = ODD[case]
-    found, why = culprit(ranks(*given))
+    found, why = hang.find_culprit(ranks(*given))
     assert (found.rank if found else None, why) == (rank, what)
 
 
@@ -468,7 +468,7 @@ def test_the_last_collective_of_each_backend_is_kept() -> None:
         {"process_group": ["0", "default_pg"], "collective_seq_id": number, "profiling_name": name, "retired": False}
         for number, name in ((8, "nccl:all_reduce"), (2, "gloo:barrier"), (9, "nccl:all_gather"))
     ]
-    assert stacks.entered_last(entries) == [
+    assert hang.entered_last(entries) == [
         Entered("0", 9, "all_gather", waits=True, backend="nccl"),
         Entered("0", 2, "barrier", waits=True, backend="gloo"),
     ]

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dray.runner import culprit, hang, protocol, stacks
-from dray.runner.culprit import Entered, Seen
+from dray.runner import connections, hang
+from dray.runner.connections import Entered, Hung, Message, Seen
 from dray.runner.heartbeats import Late
-from dray.runner.protocol import Hung, Message
 from nodes import decoded, loopback, planned
 
 EACH = 8
@@ -50,9 +49,9 @@ class Cluster:
             time.sleep(0.01)
 
     def send(self, message: Message) -> None:
-        line = protocol.encode(message)
+        line = connections.encode(message)
         self.bytes, self.messages = self.bytes + len(line), self.messages + 1
-        self.first.hear(protocol.decode(line))
+        self.first.hear(connections.decode(line))
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def save(seen: list[Seen], rank: int, *_: object) -> None:
         seen[rank] = does(rank, -1)
 
-    monkeypatch.setattr(stacks, "save", save)
+    monkeypatch.setattr(hang, "save_stacks", save)
     monkeypatch.setattr(hang, "_EVIDENCE_S", 120.0)
 
 
@@ -92,7 +91,7 @@ def test_the_time_to_find_the_odd_rank_grows_with_the_ranks_and_not_faster() -> 
 
         seen = [one(rank) for rank in range(ranks)]
         began = time.process_time()
-        culprit.culprit(seen)
+        hang.find_culprit(seen)
         return time.process_time() - began
 
     assert took(16_000) < 40 * min(took(2_000) for _ in range(3)) + 0.05

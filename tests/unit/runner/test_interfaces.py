@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import ALL
 
-from dray.runner import address
+from dray.runner.rendezvous import gloo_interface
 from helpers import PYTHON
 
 # A machine of its own: a host name, an /etc/hosts and a network.
@@ -105,9 +105,9 @@ def test_ranks_that_never_connect_end_at_the_short_deadline(plan, machines):
 
 @pytest.mark.parametrize("own", ["127.0.0.1", "127.0.1.1", "127.255.255.254"])
 def test_loopback_has_one_interface(own):
-    assert address.gloo(own) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert gloo_interface(own) == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.mark.parametrize("own", ["203.0.113.9", "0.0.0.0", "::1", "node1"])
 def test_an_address_that_no_interface_has_sets_nothing(own):
-    assert address.gloo(own) == {}
+    assert gloo_interface(own) == {}

@@ -153,7 +153,7 @@ class TestRankChecks:
 
     def check(self, *codes: str, seconds: float = 60.0) -> tuple[Finding | None, dict[str, float]]:
         """The node's finding, and what was measured."""
-        self.plan["world"]["rendezvous_timeout_s"] = round(2 * seconds)
+        self.plan["world"]["rendezvous_timeout_s"] = int(2 * seconds)
         checks, measured = preflight.Preflight(decoded(self.plan)), dict[str, float]()
         for number, code in enumerate(codes, 3):
             argv = [sys.executable, "-S", "-E", "-c", code]

@@ -18,7 +18,7 @@ import pytest
 from dray.checks import abi, transport
 from dray.contract.findings import Finding, UnfitError
 from dray.runner import preflight
-from dray.runner.protocol import Report
+from dray.runner.connections import Report
 from helpers import ROOT, until
 from nodes import SECRET, Start, ended, free_port
 

@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import Finding, UnfitError
-from dray.runner import address, connections, protocol
+from dray.runner import connections
 from dray.runner import rendezvous as meeting
 from dray.runner.children import Loop
-from dray.runner.culprit import Entered, Seen
-from dray.runner.heartbeats import Late
-from dray.runner.protocol import (
+from dray.runner.connections import (
     Ended,
+    Entered,
     Failed,
     Idle,
     Message,
@@ -32,10 +31,12 @@ from dray.runner.protocol import (
     Report,
     Reports,
     Restart,
+    Seen,
     Signal,
     StartTimes,
     Welcome,
 )
+from dray.runner.heartbeats import Late
 from dray.runner.rendezvous import gather, make_hello
 from nodes import SECRET, Start, control, decoded, ended, free_port, planned, rendezvous
 
@@ -183,7 +184,7 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
     plan["world"]["nodes"].append({"name": "node3", "address": "127.0.0.1"})
     plan["world"]["rendezvous_timeout_s"] = 4
     first = decoded(plan)
-    with address.listen(first.world) as listener:
+    with meeting.listen(first.world) as listener:
         meeting.publish(first, listener.getsockname())
         early = start(1, 3, "node2")
         select.select([listener], [], [])
@@ -201,7 +202,7 @@ def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, sta
     plan["world"]["rendezvous_timeout_s"] = 4
     stranger = other(plan, tmp_path / "other", "another secret")
     first = decoded(plan)
-    with address.listen(first.world) as listener:
+    with meeting.listen(first.world) as listener:
         meeting.publish(first._replace(folder=str(stranger.parent)), listener.getsockname())
         second = start(1, 2, "node2", stranger)
         select.select([listener], [], [])
@@ -298,7 +299,7 @@ def test_a_node_waits_for_this_attempt_s_own_file(plan, start: Start, tmp_path: 
 @pytest.mark.seconds
 def test_one_node_listens_on_loopback(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
-    with address.listen(decoded(plan).world._replace(interfaces=("nothsn9",))) as listener:
+    with meeting.listen(decoded(plan).world._replace(interfaces=("nothsn9",))) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     assert ended(start(0, 1, "node1"))[0] == 0
 
@@ -306,10 +307,10 @@ def test_one_node_listens_on_loopback(plan, start: Start, tmp_path: Path) -> Non
 def test_a_name_that_is_loopback_on_its_own_machine_is_another_address_for_others(monkeypatch) -> None:
     """As Debian has it: 127.0.1.1 and the machine's name in /etc/hosts."""
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
-    monkeypatch.setattr(address, "_route", lambda _: "10.0.0.1")
+    monkeypatch.setattr(meeting, "_route", lambda _: "10.0.0.1")
     world = decoded(planned(Path("/none"), master="n1")).world
-    assert address.addresses(world) == ["10.0.0.1"]
-    assert address.addresses(world._replace(interfaces=("lo",))) == ["127.0.0.1"]
+    assert meeting.addresses(world) == ["10.0.0.1"]
+    assert meeting.addresses(world._replace(interfaces=("lo",))) == ["127.0.0.1"]
 
 
 class TestConnection:
@@ -425,9 +426,9 @@ SEEN = Seen(3, "n1", 5, "step", "runs", ("f (a.py:1)",), (Entered("0", 9, "all_g
     ],
 )
 def test_what_is_decoded_is_what_was_encoded(message: Message) -> None:
-    found = protocol.decode(protocol.encode(message))
+    found = connections.decode(connections.encode(message))
     assert type(found) is type(message)
-    assert json.dumps(protocol._named(found)) == json.dumps(protocol._named(message))
+    assert json.dumps(connections._named(found)) == json.dumps(connections._named(message))
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b'{"Signal": [1, 2]}', b'{"Late": [1]}', b'{"Signal": 5}'])

@@ -14,7 +14,7 @@ import pytest
 
 from dray.contract import heartbeat
 from dray.contract.findings import RetryError
-from dray.runner import evidence, failure_record
+from dray.runner import records
 from dray.runner.__main__ import remove_locks
 from helpers import ROOT
 from nodes import Start, decoded, ended, free_port, planned
@@ -116,10 +116,10 @@ GONE = """
 import sys
 if 'dray.runner' in sys.orig_argv:
     from dray.contract.findings import RetryError
-    from dray.runner import evidence
+    from dray.runner import records
     def gone():
         raise RetryError('the image is gone', fix='submit again')
-    evidence.require_image = gone
+    records.require_image = gone
 """
 
 
@@ -204,10 +204,10 @@ def test_a_program_of_one_s_own_may_not_need_the_store(plan: dict[str, Any], sta
 def test_nothing_is_started_again_where_the_image_is_gone(
     plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    evidence.require_image()
+    records.require_image()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
     with pytest.raises(RetryError, match="the image's mount has gone away") as caught:
-        evidence.require_image()
+        records.require_image()
     assert caught.value.finding.code == 75
 
 
@@ -293,8 +293,8 @@ def test_a_signal_to_one_node_between_two_starts_ends_the_run(
     """Its launcher has ended, and the first node has called to the next start already."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import os, signal, sys\nif 'dray.runner' in sys.orig_argv:\n    from dray.runner import evidence\n"
-        "    evidence.require_image = lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "import os, signal, sys\nif 'dray.runner' in sys.orig_argv:\n    from dray.runner import records\n"
+        "    records.require_image = lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
     )
     ranks(plan, well=9, before="trap 'exit 3' TERM; touch again-$again")
     began = time.monotonic()
@@ -309,7 +309,7 @@ def test_a_signal_to_one_node_between_two_starts_ends_the_run(
 SIGNALLED = """
 import os, signal, sys
 if 'dray.runner' in sys.orig_argv:
-    from dray.runner import evidence, failure_record
+    from dray.runner import records
     {}
 """
 
@@ -318,8 +318,8 @@ if 'dray.runner' in sys.orig_argv:
 @pytest.mark.parametrize(
     "asks",
     [
-        "failure_record.set_aside = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)",
-        "evidence.require_image = lambda: sys._getframe(1).f_locals['links'].ask()",  # with the call to the start
+        "records.set_aside = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)",
+        "records.require_image = lambda: sys._getframe(1).f_locals['links'].ask()",  # with the call to the start
     ],
 )
 def test_a_node_that_was_asked_to_save_between_two_starts_saves(
@@ -362,7 +362,7 @@ def test_a_record_that_another_node_has_moved_keeps_no_other(tmp_path: Path, mon
     (tmp_path / "failures").mkdir()
     (tmp_path / "failures" / "rank-2.json").touch()
     monkeypatch.setattr(os.path, "exists", lambda _: True)
-    failure_record.set_aside(decoded(planned(tmp_path), 1), 1)
+    records.set_aside(decoded(planned(tmp_path), 1), 1)
     assert [path.name for path in (tmp_path / "failures" / "restart-1").iterdir()] == ["rank-2.json"]
 
 

@@ -21,11 +21,11 @@ import pytest
 from dray.contract.findings import ConfigError, Finding, UnfitError
 from dray.contract.ranges import parse, render
 from dray.runner import __main__ as runner
-from dray.runner import address, cores, evidence, failure_record
+from dray.runner import launcher, records
 from dray.runner import rank as rank_module
+from dray.runner.connections import Hello, Restart
 from dray.runner.plan import read
-from dray.runner.protocol import Hello, Restart
-from dray.runner.rendezvous import why_refused
+from dray.runner.rendezvous import interface_address, why_refused
 from helpers import PYTHON
 from nodes import UNBOUND, Start, decoded, ended, free_port, loopback, planned, rendezvous
 
@@ -270,7 +270,7 @@ def test_a_full_disk_does_not_end_what_writes_a_line() -> None:
     """The node's log may be on it."""
     script = (
         "import os\n"
-        "from dray.runner.log import say\n"
+        "from dray.runner import say\n"
         "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
         "say('a line')\n"
         "os._exit(0)"
@@ -354,7 +354,7 @@ def test_a_hang_is_recorded_once_on_each_machine(plan: dict[str, Any], me: int) 
 def test_a_record_that_a_full_disk_has_cut_short_is_none(plan: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "failures").mkdir()
     (tmp_path / "failures" / "rank-0.json").write_text('{"time": 1.0, "no')
-    assert failure_record.first_failure(decoded(plan)) is None
+    assert records.first_failure(decoded(plan)) is None
 
 
 def test_a_launcher_that_fails_is_recorded_where_no_rank_is(plan, start: Start, tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_a_rank_that_died_of_another_s_end_is_not_what_a_node_tells(
 @pytest.mark.seconds
 def test_a_launcher_is_told_how_many_processes_the_kernel_had_killed(plan, start: Start) -> None:
     """Where this machine counts them; a rank that fails compares."""
-    one_node(plan, f"import os; raise SystemExit(os.environ[{evidence.BEFORE!r}] != {evidence.oom_kills()!r})")
+    one_node(plan, f"import os; raise SystemExit(os.environ[{records.OOM_KILLS_BEFORE!r}] != {records.oom_kills()!r})")
     assert ended(start(0, 1, "node1"))[0] == 0
 
 
@@ -413,9 +413,9 @@ def test_launcher_and_ranks_end_with_a_runner_that_is_killed(plan, start: Start,
 
 
 def test_what_only_a_node_knows_replaces_whole_words_of_the_launcher_only() -> None:
-    launcher = ("l", "{node_rank}", "x{node_rank}", "{master}", "{port}", "{endpoint}", "{ranks}")
+    template = ("l", "{node_rank}", "x{node_rank}", "{master}", "{port}", "{endpoint}", "{ranks}")
     plan = decoded(planned(Path("/r"), nodes=loopback(*"01234567")), 7)
-    words = runner.argv(plan._replace(launcher=launcher, command=("{node_rank}",)), "10.0.0.1", 5)
+    words = launcher.argv(plan._replace(launcher=template, command=("{node_rank}",)), "10.0.0.1", 5)
     ranks = RANK.with_name("ranks.py")
     assert words[:7] == ["l", "7", "x{node_rank}", "10.0.0.1", "5", "10.0.0.1:5", str(ranks)]
     assert words[-1] == "{node_rank}"
@@ -491,9 +491,9 @@ def test_a_clock_that_is_far_away_is_unfit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_address_is_that_of_the_sites_interface() -> None:
-    assert address.interface(["nothsn9", "lo"]) == "127.0.0.1"
+    assert interface_address(["nothsn9", "lo"]) == "127.0.0.1"
     with pytest.raises(UnfitError) as refused:
-        address.interface(["hsn0", "hsn1"])
+        interface_address(["hsn0", "hsn1"])
     assert (refused.value.finding.code, str(refused.value).splitlines()[1]) == (69, "  wanted: hsn0 or hsn1")
 
 
@@ -585,7 +585,7 @@ def test_what_the_job_is_told_every_rank_hears() -> None:
 )
 def test_cores_are_shared_out(allowed: str, ranks: int, nodes: list[str], gpus: list[int], shares: list[str]) -> None:
     homes = {thread: number for number, node in enumerate(nodes) for thread in parse(node)}
-    found = cores.split([[core] for core in parse(allowed)], ranks, homes, gpus)
+    found = launcher.split_cores([[core] for core in parse(allowed)], ranks, homes, gpus)
     assert [render(chain.from_iterable(share)) for share in found] == shares
 
 
@@ -611,8 +611,8 @@ def test_second_threads_in_the_cpuset_leave_no_rank_unbound(
         siblings.write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     world = decoded(planned(tmp_path, ranks_per_node=ranks)).world
-    monkeypatch.setattr(cores, "SYS", str(tmp_path))
-    found = cores.placed(world, {"DRAY_CPUS": given})
+    monkeypatch.setattr(launcher, "SYS", str(tmp_path))
+    found = launcher.core_variables(world, {"DRAY_CPUS": given})
     assert found.get("DRAY_CORES", "") == ";".join(shares)
     assert found["OMP_NUM_THREADS"] == omp
 
@@ -631,21 +631,21 @@ def test_the_machine_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             (tmp_path / f"bus/pci/devices/0000:{slot}:00.0/{name}").write_text(f"{text}\n")
     (tmp_path / "bus/pci/devices/0000:01:00.0").mkdir()
     (tmp_path / "bus/pci/devices/0000:01:00.0/class").write_text("0x020000\n")
-    monkeypatch.setattr(cores, "SYS", str(tmp_path))
-    assert cores._homes() == {0: 0, 1: 0, 4: 0, 5: 0, 2: 8, 3: 8, 6: 8, 7: 8}
-    assert cores.physical(range(8)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert cores._gpus() == [8, 0]
+    monkeypatch.setattr(launcher, "SYS", str(tmp_path))
+    assert launcher._homes() == {0: 0, 1: 0, 4: 0, 5: 0, 2: 8, 3: 8, 6: 8, 7: 8}
+    assert launcher.physical_cores(range(8)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert launcher._gpus() == [8, 0]
 
 
 def test_a_site_s_cores_count_where_the_job_has_all_of_them(monkeypatch) -> None:
     world = decoded(planned(Path("/r"), cores=["2-3", "0-1"])).world
-    monkeypatch.setattr(cores, "SYS", "/nowhere")
+    monkeypatch.setattr(launcher, "SYS", "/nowhere")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    assert cores.shares(world, 0) == [[[2], [3]], [[0], [1]]]
-    assert cores.shares(world, 2) == []
+    assert launcher.core_shares(world, 0) == [[[2], [3]], [[0], [1]]]
+    assert launcher.core_shares(world, 2) == []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
-    assert cores.shares(world, 4) == [[[0], [1]], [[2], [5]]]
-    assert cores.shares(world._replace(ranks_per_node=8), 0) == []
+    assert launcher.core_shares(world, 4) == [[[0], [1]], [[2], [5]]]
+    assert launcher.core_shares(world._replace(ranks_per_node=8), 0) == []
 
 
 def test_a_rank_moves_to_its_cores(tmp_path: Path) -> None:
@@ -731,8 +731,8 @@ def test_a_record_without_the_image_is_valid_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, number: int | None
 ) -> None:
     """Also of a rank without a number, where the launcher has set none."""
-    monkeypatch.delattr("dray.runner.failure_record")
-    monkeypatch.setitem(sys.modules, "dray.runner.failure_record", None)
+    monkeypatch.delattr("dray.runner.records")
+    monkeypatch.setitem(sys.modules, "dray.runner.records", None)
     rank_module._record(str(tmp_path), "node1", rank, "log", 78, "no RANK")
     record = json.loads((tmp_path / "failures" / f"rank-{rank}.json").read_text())
     assert (record["rank"], record["code"], record["why"].partition(";")[0]) == (number, 78, "no RANK")

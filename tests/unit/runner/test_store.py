@@ -19,7 +19,8 @@ pytest.importorskip("torch")
 from torch.distributed import TCPStore
 
 from dray.planning import accelerate, launchers
-from dray.runner import children, process_group
+from dray.runner import children
+from dray.runner.records import write_process_group
 from dray.runs.prepare import read_recipe
 from nodes import Start
 
@@ -139,7 +140,7 @@ def test_how_many_have_joined(
     clients = [TCPStore("127.0.0.1", store.port, 3, is_master=False) for _ in range(came)]
     for number in addresses:
         clients[0].set(f"default_pg/0//cpu//0/{number}", b"an address")
-    process_group.record(str(tmp_path), 3, ("127.0.0.1", store.port))
+    write_process_group(str(tmp_path), 3, ("127.0.0.1", store.port))
     file = tmp_path / "process_group.json"
     assert (json.loads(file.read_text())["largest"] if file.exists() else None) == largest
 
@@ -155,7 +156,7 @@ def test_what_has_the_port_of_a_dead_store_is_not_believed(tmp_path: Path) -> No
 
         thread = threading.Thread(target=answer)
         thread.start()
-        process_group.record(str(tmp_path), 3, server.getsockname())
+        write_process_group(str(tmp_path), 3, server.getsockname())
         thread.join()
     assert not (tmp_path / "process_group.json").exists()
 
@@ -163,7 +164,7 @@ def test_what_has_the_port_of_a_dead_store_is_not_believed(tmp_path: Path) -> No
 def test_nobody_can_tell_without_a_store(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    process_group.record(str(tmp_path), 3, ("127.0.0.1", port))
+    write_process_group(str(tmp_path), 3, ("127.0.0.1", port))
     assert not (tmp_path / "process_group.json").exists()
 
 

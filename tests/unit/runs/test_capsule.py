@@ -14,7 +14,7 @@ import warm
 from capsules import begun, nodes, steps
 from dray.contract import hardware, run_folder
 from dray.contract.findings import ConfigError
-from dray.runner import failure_record
+from dray.runner import records
 from dray.runs import capsule
 from dray.runs.capsule import Node
 from dray.runs.finish import finish
@@ -42,9 +42,7 @@ def test_the_whole_capsule(paths: RunPaths) -> None:
 
 
 def test_a_runner_tells_what_a_capsule_has(tmp_path: Path) -> None:
-    failure_record.this_node(
-        decoded(planned(tmp_path, nodes=loopback("n1"))), {"OMP_NUM_THREADS": "3", "DRAY_CORES": "0-2"}
-    )
+    records.write_node(decoded(planned(tmp_path, nodes=loopback("n1"))), {"OMP_NUM_THREADS": "3", "DRAY_CORES": "0-2"})
     told = json.loads((tmp_path / run_folder.node(0)).read_text())
     node = Node.model_validate(told)
     assert node.packages["pydantic"]
@@ -56,7 +54,7 @@ def test_a_runner_tells_what_a_capsule_has(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_where_a_node_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "nodes").write_text("")
-    failure_record.this_node(decoded(planned(tmp_path)), {})
+    records.write_node(decoded(planned(tmp_path)), {})
     assert "node-0.json cannot be written" in capsys.readouterr().out
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from dray.cli import runs, status
 from dray.contract import heartbeat, node_start
-from dray.runner import start_timings
 from dray.runner.children import Loop
-from dray.runner.protocol import Restart
-from dray.runner.start_timings import StartTimings
+from dray.runner.connections import Restart
+from dray.runner.control import StartTimings
 from dray.runs import metrics
 from dray.runs.metrics import Spent
 from dray.runs.status import State
@@ -117,7 +116,7 @@ def beat(folder: Path, rank: int, *marks: int) -> None:
 
 def node(plan: dict[str, Any], me: int, monkeypatch: pytest.MonkeyPatch, text: str = "") -> StartTimings:
     monkeypatch.setenv(node_start.STARTED, text)
-    monkeypatch.setattr(start_timings, "LOADED", time.clock_gettime(time.CLOCK_BOOTTIME))
+    monkeypatch.setattr("dray.runner.control.LOADED", time.clock_gettime(time.CLOCK_BOOTTIME))
     return StartTimings(decoded(plan, me))
 
 

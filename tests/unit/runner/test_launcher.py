@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.runner import environment
+from dray.runner import launcher
 from nodes import decoded, planned
 
 PLAN = {
@@ -33,7 +33,7 @@ def test_the_plans_variables_win_over_the_images(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("UNSET", raising=False)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "3")
-    environment.merge(decoded(planned(tmp_path) | PLAN))
+    launcher.set_variables(decoded(planned(tmp_path) | PLAN))
     names = ("NCCL_DEBUG", "OMP_NUM_THREADS", "TMPDIR", "HOME", "KEPT", "UNSET")
     assert [os.environ[name] for name in names] == ["INFO", "", "/a b\n$c", "/elsewhere", "1", "the site's"]
     assert os.environ["ROCR_VISIBLE_DEVICES"] == "3"  # the job's own, by pass_env
