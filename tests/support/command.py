@@ -15,8 +15,11 @@ from helpers import PYTHON, ROOT
 ENV = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
 _MAIN = ROOT / "src" / "dray" / "__main__.py"
 _PROCESSES = multiprocessing.get_context("forkserver")
+_ROOMS = ("cli", "fitness", "remote", "runs")
+"""Where verbs find what they import as they start."""
+_FILES = [file.relative_to(_MAIN.parent) for room in _ROOMS for file in (_MAIN.parent / room).rglob("[a-z]*.py")]
 _PROCESSES.set_forkserver_preload(
-    ["__main__", *(f"dray.cli.{file.stem}" for file in _MAIN.parent.glob("cli/[a-z]*.py")), "dray.planning.plan"]
+    ["__main__", *(".".join(("dray", *file.with_suffix("").parts)) for file in _FILES), "dray.planning.plan", "rich.live"]
 )
 
 

@@ -130,7 +130,7 @@ def test_one_module_of_the_trainer_knows_its_rank() -> None:
 @pytest.mark.seconds
 def test_a_job_s_plan_loads_no_docker() -> None:
     """It takes a third of a second, which every job would wait."""
-    loaded = "import sys, dray.cli.plan; sys.exit('docker' in sys.modules)"
+    loaded = "import sys, dray.cli.run, dray.planning.missing_facts; sys.exit('docker' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
 
 
