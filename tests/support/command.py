@@ -15,12 +15,10 @@ from helpers import PYTHON, ROOT
 ENV = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
 _MAIN = ROOT / "src" / "dray" / "__main__.py"
 _PROCESSES = multiprocessing.get_context("forkserver")
-_ROOMS = ("cli", "fitness", "remote", "runs")
-"""Where verbs find what they import as they start."""
-_FILES = [file.relative_to(_MAIN.parent) for room in _ROOMS for file in (_MAIN.parent / room).rglob("[a-z]*.py")]
-_PROCESSES.set_forkserver_preload(
-    ["__main__", *(".".join(("dray", *file.with_suffix("").parts)) for file in _FILES), "dray.planning.plan", "rich.live"]
-)
+# Verbs import the rest as they start.
+_FILES = [file for room in ("cli", "fitness", "remote", "runs") for file in (_MAIN.parent / room).rglob("[a-z]*.py")]
+_MODULES = [".".join(("dray", *file.relative_to(_MAIN.parent).with_suffix("").parts)) for file in _FILES]
+_PROCESSES.set_forkserver_preload(["__main__", *_MODULES, "dray.planning.plan", "rich.live"])
 
 
 def dray(

@@ -1,4 +1,4 @@
-"""Recipes: list, check and write them, print their keys, and show and download their datasets."""
+"""Recipes and their datasets: list, check, write and show them; and `dray init`, a folder with a first recipe."""
 
 from __future__ import annotations
 

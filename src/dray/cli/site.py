@@ -1,4 +1,4 @@
-"""Sites: list, show, check and write the site files of clusters, and check this machine."""
+"""Sites: list, show, check and write the site files of clusters; and `dray doctor`, a check of this machine."""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ def test_a_job_s_plan_loads_no_docker() -> None:
 
 def test_a_list_of_runs_loads_no_recipe() -> None:
     """The classes of a recipe, a site and a plan take half a second, which each TAB would wait too."""
-    loaded = "import sys, dray.cli.runs; sys.exit(bool({'dray.config.recipe', 'dray.config.site'} & {*sys.modules}))"
+    slow = {"dray.config.recipe", "dray.config.site", "dray.remote.ssh", "rich"}
+    loaded = f"import sys, dray.cli.report, dray.cli.runs; sys.exit(bool({slow} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
 
 
