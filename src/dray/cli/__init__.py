@@ -74,7 +74,7 @@ def _code(argv: list[str]) -> int:
         if argv[:1] != ["finish"]:
             streams.require(argv)
         if "_DRAY_COMPLETE" in os.environ:
-            from dray.cli import completion
+            from dray.cli import completion  # only a TAB needs it
 
             return completion.answer()
         word = argv[0] if argv else ""
@@ -86,7 +86,7 @@ def _code(argv: list[str]) -> int:
             return exit_codes.DONE
         if word not in SHOWN | HIDDEN:
             raise ConfigError(f"dray has no verb {word!r}", fix=f"dray {nearest(word, SHOWN) or '-h'}")
-        from dray.cli import app
+        from dray.cli import app  # typer takes 0.1 s
 
         return app.run(argv)
     except Exception as raised:

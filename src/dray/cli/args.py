@@ -302,7 +302,7 @@ class Chosen:
 
     def recipe(self) -> Recipe:
         """The recipe with its overrides, from its file or from the last attempt."""
-        from dray.runs import prepare
+        from dray.runs import prepare  # half a second, for which no list of runs waits
 
         if self.last:
             return prepare.over(self.last.recipe, self.overrides)
@@ -353,7 +353,7 @@ def chosen(
             found=f"no run {run}" if run else "",
             fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "dray recipe list",
         )
-    from dray.runs import prepare
+    from dray.runs import prepare  # likewise
 
     last = prepare.last(run)
     return Chosen(None, tuple(rest), (), last, gpus=0 if ranks else last.gpus)

@@ -55,8 +55,8 @@ def why(
         from dray.cli import remote
 
         if bundle:
-            there = runs if typed(context, "runs") else None
-            remote.bring_back(on, ["why", run, "--bundle"], file, there, archive.require_new)
+            remote_runs = runs if typed(context, "runs") else None
+            remote.bring_back(on, ["why", run, "--bundle"], file, remote_runs, archive.require_new)
             return
         remote.hand_over(on)
     paths, report = reasons.of(find(run, runs))
@@ -113,8 +113,8 @@ def report(
 
         if sync:
             remote.hand_over(on)
-        there = runs if typed(context, "runs") else None
-        remote.bring_back(on, ["report", *filter(None, named)], out, there, _require_html)
+        remote_runs = runs if typed(context, "runs") else None
+        remote.bring_back(on, ["report", *filter(None, named)], out, remote_runs, _require_html)
         return
     if sync:
         raise typer.Exit(max(_sync(find(name, runs), to or [], follow=follow) for name in named))
