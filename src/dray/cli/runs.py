@@ -24,8 +24,7 @@ from dray import process
 from dray.cli.args import Json, NamedRun, On, Run, Runs, age, program
 from dray.cli.streams import is_gone, shown
 from dray.config import dray_home
-from dray.contract import exit_codes, files
-from dray.contract import node as machine
+from dray.contract import exit_codes, files, node
 from dray.contract.control_characters import cell, printable
 from dray.contract.findings import ConfigError, DrayError, counted, duration
 from dray.runs import cost, slurm, startup
@@ -662,7 +661,7 @@ def clean(
     items = disk.items(
         [kind] if kind else ["runs", "tokens"],
         runs=(runs or default_runs()).absolute(),
-        tokens=(cache_dir or Path(f"{machine.TOKENS}{os.getuid()}")).absolute(),
+        tokens=(cache_dir or Path(f"{node.TOKENS}{os.getuid()}")).absolute(),
         days=age("--older-than", older_than) / 86400,
         checkpoints=checkpoints,
     )
