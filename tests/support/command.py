@@ -15,9 +15,10 @@ from helpers import PYTHON, ROOT
 ENV = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
 _MAIN = ROOT / "src" / "dray" / "__main__.py"
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(
-    ["__main__", *(f"dray.cli.{file.stem}" for file in _MAIN.parent.glob("cli/[a-z]*.py")), "dray.planning.plan"]
-)
+# Verbs import the rest as they start.
+_FILES = [file for room in ("cli", "fitness", "remote", "runs") for file in (_MAIN.parent / room).rglob("[a-z]*.py")]
+_MODULES = [".".join(("dray", *file.relative_to(_MAIN.parent).with_suffix("").parts)) for file in _FILES]
+_PROCESSES.set_forkserver_preload(["__main__", *_MODULES, "dray.planning.plan", "rich.live"])
 
 
 def dray(

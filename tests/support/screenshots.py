@@ -15,7 +15,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
 from rich.text import Text
 
 import browser
-from dray.cli.top import screen
+from dray.cli.runs import live_screen
 from dray.runs.status import Watched
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def live(out: Path, runs: Path) -> Path:
             watched = Watched(run)
             while ((seen := watched.look(closely=True)).step or 0) < _STEP:
                 _wait(training, deadline)
-            terminal("dray top", screen(seen), out / "top")
+            terminal("dray top", live_screen(seen), out / "top")
             if training.wait(timeout=_ALONE_S):
                 sys.exit("the run failed: .venv/bin/dray why")
         finally:

@@ -69,10 +69,12 @@ def program(path: Path) -> Path:
 
 def serve(listening: socket.socket) -> None:
     """Each program has a process of its own, whose parent waits for it and tells how it ended."""
-    from dray import cli
+    import dray
 
-    for file in Path(cli.__file__).parent.glob("[a-z]*.py"):
-        importlib.import_module(f"dray.cli.{file.stem}")
+    rooms = Path(dray.__file__).parent
+    for room in ("cli", "fitness", "remote", "runs"):  # where verbs find what they import as they start
+        for file in (rooms / room).rglob("[a-z]*.py"):
+            importlib.import_module(".".join(("dray", *file.relative_to(rooms).with_suffix("").parts)))
     importlib.import_module("dray.planning.plan")
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

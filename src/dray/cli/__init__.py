@@ -1,4 +1,4 @@
-"""The command line: a file for each verb. Only the verb on the line is imported: help and version import none."""
+"""The command line. Only the file of the verb on the line is imported: help and version import none."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _code(argv: list[str]) -> int:
         if argv[:1] != ["finish"]:
             streams.require(argv)
         if "_DRAY_COMPLETE" in os.environ:
-            from dray.cli import completion  # noqa: PLC0415  only a TAB needs it
+            from dray.cli import completion  # only a TAB needs it
 
             return completion.answer()
         word = argv[0] if argv else ""
@@ -86,7 +86,7 @@ def _code(argv: list[str]) -> int:
             return exit_codes.DONE
         if word not in SHOWN | HIDDEN:
             raise ConfigError(f"dray has no verb {word!r}", fix=f"dray {nearest(word, SHOWN) or '-h'}")
-        from dray.cli import app  # noqa: PLC0415  typer takes 0.1 s
+        from dray.cli import app  # typer takes 0.1 s
 
         return app.run(argv)
     except Exception as raised:

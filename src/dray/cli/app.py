@@ -18,6 +18,12 @@ from dray.contract import exit_codes
 from dray.contract.findings import ConfigError
 
 _PARAMETER = re.compile(r"^(--[\w-]+|[A-Z]+)(?:, (-\w))?(?: ([^\s:]+))?: (.*(?:\n +.*)*)\n?", re.MULTILINE)
+_FILES = {
+    "init": "recipe", "data": "recipe", "doctor": "site", "plan": "run", "submit": "run",
+    "status": "runs", "top": "runs", "logs": "runs", "watch": "runs", "stop": "runs", "enter": "runs", "clean": "runs",
+    "why": "report", "diff": "report", "replay": "report", "finish": "report",
+}  # fmt: skip
+"""The file of each verb that has none of its own name."""
 _OF_GROUP = 3  # how many examples the help of a group shows
 
 
@@ -48,8 +54,8 @@ def command(*verbs: str) -> Any:  # noqa: ANN401  typer has no name for its comm
     )
     app.callback()(lambda: None)  # else typer drops the name of an only verb
     for verb in verbs:
-        module = importlib.import_module(f"dray.cli.{verb}")
-        group: typer.Typer | None = getattr(module, "app", None)
+        module = importlib.import_module(f"dray.cli.{_FILES.get(verb, verb)}")
+        group: typer.Typer | None = getattr(module, f"{verb}_verbs", None)
         if group is None:
             app.command(verb)(getattr(module, verb))
             continue

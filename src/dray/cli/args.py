@@ -1,11 +1,12 @@
-"""The arguments that several verbs take, and what they say: a recipe and settings, a command, or an existing run."""
+"""The arguments that several verbs take, and what a shell may complete in them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,16 +14,89 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dray import process
-from dray.cli import candidates
 from dray.config import dray_home
 from dray.contract.control_characters import printable
-from dray.contract.findings import ConfigError
-from dray.runs.store import is_run
+from dray.contract.findings import ConfigError, DrayError
 
 if TYPE_CHECKING:
     from dray.config.recipe import Recipe
     from dray.planning.schema import Plan
     from dray.runs import prepare
+
+# A name with other characters is not offered: a shell would have to quote it.
+_PLAIN = re.compile(r"[\w.,+@%:/~=-]+")
+Completer = Callable[[typer.Context, list[str], str], list[str]]
+
+
+def _quiet(find: Callable[[typer.Context, str], Iterable[str]]) -> Completer:
+    """What cannot be read completes nothing."""
+
+    def complete(context: typer.Context, _args: list[str], incomplete: str) -> list[str]:
+        try:
+            found = sorted(set(find(context, incomplete)))
+        except (DrayError, OSError):
+            return []
+        return [word for word in found if word.startswith(incomplete) and _PLAIN.fullmatch(word)]
+
+    return complete
+
+
+@_quiet
+def complete_runs(context: typer.Context, _incomplete: str) -> Iterable[str]:
+    """The names of runs."""
+    from dray.runs import store
+
+    return [run.name for run in store.newest_first(Path(context.params.get("runs") or store.default_runs()))]
+
+
+@_quiet
+def complete_sites(_context: typer.Context, _incomplete: str) -> Iterable[str]:
+    """The names of sites."""
+    from dray.config import sites
+
+    return sites.files()
+
+
+@_quiet
+def complete_remotes(_context: typer.Context, _incomplete: str) -> Iterable[str]:
+    """The names of remotes."""
+    from dray.remote import remotes_file
+
+    return remotes_file.read()
+
+
+@_quiet
+def complete_recipes(_context: typer.Context, _incomplete: str) -> Iterable[str]:
+    """The names of the recipes that come with dray; the shell itself completes files."""
+    return recipe_files()
+
+
+@_quiet
+def complete_keys(_context: typer.Context, incomplete: str) -> Iterable[str]:
+    """Each key of a recipe with its =; after the =, the key's values if they are few."""
+    from dray.config.describe_keys import Schema
+    from dray.config.recipe import Recipe
+
+    kinds = {key: kind for key, kind, *_ in Schema(Recipe).describe() if "[]" not in key and ".NAME" not in key}
+    name, equals, _ = incomplete.partition("=")
+    if not equals:
+        return [f"{key}." if kind.startswith("a table") else f"{key}=" for key, kind in kinds.items()]
+    return [f"{name}={value}" for value in re.findall(r'(?<=")[\w.-]+(?=")|true|false', kinds.get(name, ""))]
+
+
+def complete_recipe_or_key(context: typer.Context, args: list[str], incomplete: str) -> list[str]:
+    """The recipe comes first, and settings after it."""
+    begun = context.params.get("arguments") or "=" in incomplete
+    return (complete_keys if begun else complete_recipes)(context, args, incomplete)
+
+
+def recipe_files() -> dict[str, Path]:
+    """The recipes that come with dray, by name. Other TOML may be beside them in a user's own checkout."""
+    from dray.config import dray_home
+
+    folder = dray_home.root() / "recipes"
+    paths = [*sorted(folder.glob("*.toml")), *sorted(folder.glob("*/*.toml"))]
+    return {str(path.relative_to(folder).with_suffix("")): path for path in paths}
 
 
 def found(path: Path) -> Path:
@@ -57,7 +131,7 @@ Arguments = Annotated[
     typer.Argument(
         metavar="RECIPE KEY=VALUE -- COMMAND",
         help="A recipe, and settings that override it; or, after --, a command that runs on every rank instead.",
-        autocompletion=candidates.recipe_or_key,
+        autocompletion=complete_recipe_or_key,
     ),
 ]
 RecipeFile = Annotated[
@@ -66,12 +140,12 @@ RecipeFile = Annotated[
         metavar="RECIPE",
         help="A recipe file, or a name that `dray recipe list` prints.",
         callback=found,
-        autocompletion=candidates.recipes,
+        autocompletion=complete_recipes,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe's.", autocompletion=candidates.keys),
+    typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe's.", autocompletion=complete_keys),
 ]
 Engine = Annotated[
     Literal["bare", "docker", "podman", "apptainer", "singularity"],
@@ -111,7 +185,7 @@ Site = Annotated[
         metavar="NAME|FILE",
         callback=site_file,
         help="A site's name or file. Default: the site whose file names this cluster.",
-        autocompletion=candidates.sites,
+        autocompletion=complete_sites,
     ),
 ]
 Sbatch = Annotated[
@@ -127,7 +201,7 @@ Run = Annotated[
     typer.Argument(
         metavar="RUN",
         help="The run: its folder, its name or the beginning of it, or a job number (42 or 42_3). Default: the newest.",
-        autocompletion=candidates.runs,
+        autocompletion=complete_runs,
     ),
 ]
 NamedRun = Annotated[
@@ -136,7 +210,7 @@ NamedRun = Annotated[
         metavar="RUN",
         help="The run: its folder, its name or the beginning of it, or a job number.",
         callback=named,
-        autocompletion=candidates.runs,
+        autocompletion=complete_runs,
     ),
 ]
 RunName = Annotated[
@@ -145,7 +219,7 @@ RunName = Annotated[
         "--run",
         metavar="NAME|FOLDER",
         help="Name or folder of the run; if it exists, start its next attempt.",
-        autocompletion=candidates.runs,
+        autocompletion=complete_runs,
     ),
 ]
 Here = Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")]
@@ -154,6 +228,15 @@ Runs = Annotated[
     typer.Option(envvar="DRAY_RUNS", metavar="FOLDER", help="Folder with the run folders. Default: ./runs."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on",
+        metavar="REMOTE",
+        help="Do this at a remote cluster, named by dray remote add.",
+        autocompletion=complete_remotes,
+    ),
+]
 
 
 def program() -> list[str]:
@@ -169,6 +252,17 @@ def typed(context: typer.Context, name: str) -> bool:
     """Whether the user typed this option: a variable such as DRAY_RUNS holds on this machine, not at a remote."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+_SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def age(option: str, text: str) -> float:
+    """The typed age in seconds."""
+    found = re.fullmatch(r"([0-9]{1,5})([mhdw])", text)
+    if not found:
+        raise ConfigError(f"{option} has a wrong value", wanted="an age: 90m, 12h, 3d or 2w", found=ascii(text))
+    return int(found[1]) * _SECONDS[found[2]]
 
 
 @dataclass(frozen=True)
@@ -208,7 +302,7 @@ class Chosen:
 
     def recipe(self) -> Recipe:
         """The recipe with its overrides, from its file or from the last attempt."""
-        from dray.runs import prepare  # noqa: PLC0415  half a second, for which no list of runs waits
+        from dray.runs import prepare  # half a second, for which no list of runs waits
 
         if self.last:
             return prepare.over(self.last.recipe, self.overrides)
@@ -250,6 +344,8 @@ def chosen(
         rest.append(f"ranks_per_node={ranks}")
     if path or command:
         return Chosen(path, tuple(rest), command)
+    from dray.runs.store import is_run
+
     if run is None or not is_run(run):
         raise ConfigError(
             "there is nothing to run",
@@ -257,7 +353,7 @@ def chosen(
             found=f"no run {run}" if run else "",
             fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "dray recipe list",
         )
-    from dray.runs import prepare  # noqa: PLC0415  likewise
+    from dray.runs import prepare  # likewise
 
     last = prepare.last(run)
     return Chosen(None, tuple(rest), (), last, gpus=0 if ranks else last.gpus)

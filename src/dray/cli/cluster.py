@@ -16,7 +16,7 @@ from dray.cluster.local import LocalCluster
 from dray.cluster.slurm_conf import CONTROLLER
 from dray.contract.findings import UnfitError
 
-app = typer.Typer()
+cluster_verbs = typer.Typer()
 
 _USAGE = """\
   dray cluster shell                                       open a shell on it; then, for example:
@@ -31,7 +31,7 @@ def _cluster() -> Iterator[LocalCluster]:
         yield LocalCluster(engine)
 
 
-@app.command()
+@cluster_verbs.command()
 def up(
     nodes: int = 2,
     gpus_per_node: int = 2,
@@ -51,7 +51,7 @@ def up(
     print(_USAGE)
 
 
-@app.command()
+@cluster_verbs.command()
 def status() -> None:
     """Show the cluster's machines and their states; exit code 69 if something is wrong.
 
@@ -66,7 +66,7 @@ def status() -> None:
         raise UnfitError("the cluster is not healthy", found="\n".join(health.problems), fix="dray cluster up")
 
 
-@app.command()
+@cluster_verbs.command()
 def shell() -> None:
     """Open a shell on the controller, as the cluster's ordinary user, in this checkout.
 
@@ -78,7 +78,7 @@ def shell() -> None:
     process.replace([*argv, "--workdir", container.labels["dray.checkout"], str(container.name), "bash", "--login"])
 
 
-@app.command(name="exec")
+@cluster_verbs.command(name="exec")
 def exec_(
     command: list[str],
     node: str = CONTROLLER,
@@ -100,7 +100,7 @@ def exec_(
     return ended.code
 
 
-@app.command()
+@cluster_verbs.command()
 def down() -> None:
     """Remove the cluster's containers and network; the shared folder stays.
 

@@ -94,9 +94,9 @@ def answer() -> int:
             if about and verb.startswith(begun):
                 print(verb if os.environ["_DRAY_COMPLETE"] == "complete_bash" else f"{verb}\t{about}")
     elif typed[0] in cli.SHOWN | cli.HIDDEN and "--" not in typed:
-        from typer.completion import get_completion_inspect_parameters  # noqa: PLC0415
+        from typer.completion import get_completion_inspect_parameters
 
-        from dray.cli.app import command  # noqa: PLC0415
+        from dray.cli.app import command
 
         get_completion_inspect_parameters()  # registers the shells with typer, as its own options for completion do
         command(typed[0])(prog_name="dray", complete_var="_DRAY_COMPLETE", standalone_mode=False)

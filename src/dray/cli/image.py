@@ -34,7 +34,7 @@ from dray.images.sif import record
 from dray.images.sif import sign as signatures
 from dray.images.sif import verify as identity
 
-app = typer.Typer()
+image_verbs = typer.Typer()
 
 Variant = Annotated[str, typer.Argument(metavar="VARIANT", help=f"Image variant: {', '.join(ACCELERATORS)}.")]
 Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a variant that was built here.")]
@@ -70,7 +70,7 @@ class Format(enum.StrEnum):
 _BY_NAME = re.compile(r"[A-Za-z0-9](?!.*://)[ -~]*")  # no option of pip's, no address
 
 
-@app.command()
+@image_verbs.command()
 def build(
     variant: Variant,
     format: list[Format] | None = None,
@@ -116,7 +116,7 @@ def build(
     print("\n".join(built))
 
 
-@app.command()
+@image_verbs.command()
 def bundle(
     variant: Variant,
     out: Path | None = None,
@@ -141,7 +141,7 @@ def bundle(
     print(f"{made}\nto build from it: make image-{variant} BUNDLE={made.name}")
 
 
-@app.command()
+@image_verbs.command()
 def adopt(
     source: str,
     name: str = "",
@@ -166,7 +166,7 @@ def adopt(
     print(f'in a recipe:\nimage = "{made.variant}"\nadopted = "{made.file.parent.name.removeprefix("dray-")}"')
 
 
-@app.command()
+@image_verbs.command()
 def layer(
     variant: Variant,
     pip: list[str] | None = None,
@@ -217,7 +217,7 @@ def layer(
     print(f'in a recipe: image = "{variant}", layer = "{path.stem.removeprefix(f"dray-{variant}-")}"')
 
 
-@app.command()
+@image_verbs.command()
 def lock(
     variant: str = "",
     check: bool = False,
@@ -266,7 +266,7 @@ def _show_changes(name: str, changes: list[str]) -> None:
         print(f"{name}: {change}")
 
 
-@app.command()
+@image_verbs.command()
 def inspect(image: Image, as_json: Json = False) -> None:
     """Show an image's digest, base and versions, without starting it.
 
@@ -298,7 +298,7 @@ def inspect(image: Image, as_json: Json = False) -> None:
     print(json.dumps(found, indent=1) if as_json else _aligned(lines))
 
 
-@app.command()
+@image_verbs.command()
 def verify(
     image: Image,
     digest: str | None = None,
@@ -322,7 +322,7 @@ def verify(
         print(f"signed by {', '.join(signatures.check(sif, key or ()))}")
 
 
-@app.command()
+@image_verbs.command()
 def sign(
     image: Image,
     keyidx: int | None = None,

@@ -20,7 +20,7 @@ from dray.runs import local, store
 from dray.runs.prepare import over, read_recipe
 from dray.runs.store import dig, find, newest_attempt, read_json
 
-app = typer.Typer()
+model_verbs = typer.Typer()
 TrustRun = Annotated[
     bool,
     typer.Option(
@@ -36,7 +36,7 @@ _SETTINGS_OF_DATASETS = ("data", "evaluate", "train", "env", "pass_env", "image"
 _SETTINGS_OF_TASKS = ("env", "pass_env", "image", "layer")
 
 
-@app.command("eval")
+@model_verbs.command("eval")
 def evaluate(
     run: NamedRun,
     overrides: Overrides = None,
@@ -107,7 +107,7 @@ def _with_files(recipe: Recipe, *files: Path) -> Recipe:
     return recipe.model_copy(update={"evaluate": datasets})
 
 
-@app.command()
+@model_verbs.command()
 def generate(
     run: NamedRun,
     prompt: str = "",
@@ -136,7 +136,7 @@ def generate(
     return local.run_in_image(plan.recipe, job, engine=engine, folder=model, by_gpu=True)
 
 
-@app.command()
+@model_verbs.command()
 def export(
     run: NamedRun,
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint's step. Default: the newest.")] = None,
@@ -166,7 +166,7 @@ def export(
     return local.run_in_image(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
 
 
-@app.command()
+@model_verbs.command()
 def push(
     run: NamedRun,
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the hub; created if it is missing.")],
@@ -195,7 +195,7 @@ def push(
     return local.run_in_image(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"})
 
 
-@app.command("import")
+@model_verbs.command("import")
 def import_(
     source: Path,
     recipe: Path | None = None,

@@ -1,4 +1,4 @@
-"""`dray site`: list, show, check and write the site files of clusters."""
+"""Sites: list, show, check and write the site files of clusters; and `dray doctor`, a check of this machine."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Annotated
 
 import typer
 
-from dray.cli import candidates
-from dray.cli.args import Json
-from dray.cli.recipe import show_keys, write_new
-from dray.config import sites
+from dray.cli import args
+from dray.cli.args import Json, complete_sites
+from dray.config import dray_home, sites
 from dray.config.load_toml import parse_toml, validate
 from dray.config.site import Site
+from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
-from dray.fitness import network_and_site, site_file
+from dray.fitness import network_and_site
 
-app = typer.Typer()
+site_verbs = typer.Typer()
 
 Name = Annotated[
     str,
-    typer.Argument(metavar="SITE", help="A site's name or file.", autocompletion=candidates.sites),
+    typer.Argument(metavar="SITE", help="A site's name or file.", autocompletion=complete_sites),
 ]
 
 
-@app.command("list")
+@site_verbs.command("list")
 def list_(as_json: Json = False) -> None:
     """Print every site, and which one this machine belongs to.
 
@@ -44,7 +44,7 @@ def list_(as_json: Json = False) -> None:
     print(f"\nthis machine: {this.site.name} ({this.reason})")
 
 
-@app.command()
+@site_verbs.command()
 def show(
     site: Name = "",
     as_json: Json = False,
@@ -78,7 +78,7 @@ def _entry(value: str, why: str, source: str = "") -> None:
         print(f"    {why} ({source})" if source else f"    {why}")
 
 
-@app.command()
+@site_verbs.command()
 def keys(
     key: str = "",
 ) -> None:
@@ -88,10 +88,12 @@ def keys(
 
     dray site keys fabric
     """
+    from dray.cli.recipe import show_keys
+
     show_keys(Site, key)
 
 
-@app.command()
+@site_verbs.command()
 def check(site: Name = "") -> None:
     """Validate a site file, by default all, and print every error.
 
@@ -109,7 +111,7 @@ def check(site: Name = "") -> None:
         raise ConfigError(f"{len(errors)} of {len(names)} site files are not valid", found="\n".join(errors))
 
 
-@app.command()
+@site_verbs.command()
 def new(
     name: str = "",
 ) -> None:
@@ -119,6 +121,9 @@ def new(
 
     dray site new my-cluster
     """
+    from dray.cli.recipe import write_new
+    from dray.fitness import site_file
+
     probed = site_file.probe(os.environ)
     name = name or re.sub("[^a-z0-9._-]", "-", (probed.cluster or socket.gethostname()).lower())
     content = site_file.render(name, probed)
@@ -127,3 +132,30 @@ def new(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_new(path, content, "the site file", fix="dray site new ANOTHER-NAME, or remove it")
     print(f"{path}\n{content}", end="")
+
+
+def doctor(
+    site: args.Site = "",
+    build: str = "",
+    as_json: Json = False,
+) -> None:
+    """Check whether runs can start on this machine or node, and print a fix for each problem; exit code 69 if any.
+
+    --build VARIANT: Check what a build of this image needs.
+
+    dray doctor --json
+    dray doctor --build cuda
+    """
+    from dray.fitness import build as builds
+    from dray.fitness import doctor as checks
+
+    if build:
+        findings = builds.check(builds.Build(checkout=dray_home.root(build=True), variant=build))
+    else:
+        findings = checks.check(network_and_site.site(site))
+    if as_json:
+        print(json.dumps([finding.data() for finding in findings], indent=1))
+    else:
+        print("\n".join(finding.line() for finding in findings))
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(max(finding.code for finding in findings) if build else exit_codes.UNFIT)

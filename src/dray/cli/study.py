@@ -1,4 +1,4 @@
-"""`dray study`: run one recipe several times, and compare."""
+"""Studies: run one recipe several times, and compare."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from dray import process
-from dray.cli import study_table
 from dray.cli.args import Here, Json, Nodes, Overrides, RecipeFile, Runs, Sbatch, Site, program
+from dray.contract.control_characters import cell, printable
 from dray.contract.findings import ConfigError
 from dray.fitness import network_and_site
 from dray.planning import tune_search
@@ -24,15 +24,16 @@ from dray.planning.world import divide
 from dray.runs import prepare, status
 from dray.runs import study as studies
 from dray.runs.store import default_runs, new_id
-from dray.runs.study import PARITY, Member, Study, Tuner
+from dray.runs.study import PARITY, Member, Row, Study, Tuner
 
-app = typer.Typer()
+study_verbs = typer.Typer()
+
 PerNode = Annotated[
     int | None, typer.Option("--ranks", "--gpus-per-node", min=1, help="Ranks per node; with GPUs, one GPU for each.")
 ]
 
 
-@app.command()
+@study_verbs.command()
 def sweep(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -76,7 +77,7 @@ def _values(setting: str) -> list[str]:
     return [f"{key}{equals}{value}" for value in _VALUE.findall(text)] or [setting]
 
 
-@app.command()
+@study_verbs.command()
 def scale(
     recipe: RecipeFile,
     ranks: Annotated[
@@ -148,7 +149,7 @@ def _start(study: Study, runs: Path | None) -> int:
     return code or failed
 
 
-@app.command()
+@study_verbs.command()
 def show(
     study: str,
     runs: Runs = None,
@@ -172,14 +173,14 @@ def _show(folder: Path, *, as_json: bool = False) -> int:
         document = {"study": str(folder), "kind": study.kind, "runs": [row.model_dump() for row in rows]}
         print(json.dumps(document | {"best": best and best.run}, indent=1))
     else:
-        print("\n".join(study_table.text(study, rows, best)))
+        print("\n".join(_table(study, rows, best)))
         print(f"\nagain: dray study show {shlex.quote(str(folder))}")
     if study.kind == "tune":
         return int(best is None)
     return int(any(row.apart or row.state in (status.FAILED, status.STOPPED, status.LOST) for row in rows))
 
 
-@app.command("tune")
+@study_verbs.command("tune")
 def tune_recipe(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -242,3 +243,53 @@ def tune_recipe(
     if not failed:
         print(f"dray run {shlex.quote(str(tuner.write_best()))}")
     return failed
+
+
+# Of each column its name, the attribute of the row, and how both are written: < is on the left.
+_COLUMNS = {
+    "ranks": ("ranks", ">"),
+    "settings": ("label", "<"),
+    "state": ("state", "<"),
+    "tokens/s": ("tokens_per_s", ">,.0f"),
+    "+-": ("spread", ">.0%"),
+    "speedup": ("speedup", ">.2f"),
+    "efficiency": ("efficiency", ">.0%"),
+    "memory GB": ("memory_gb", ">.2f"),
+    "loss": ("loss", ">.5f"),
+    "eval loss": ("eval_loss", ">.5f"),
+    "run": ("run", "<"),
+}
+_SCALE = ("ranks", "state", "tokens/s", "speedup", "efficiency", "loss", "eval loss", "run")
+_SHOWN = {
+    "strong": _SCALE,
+    "weak": _SCALE,
+    "sweep": ("settings", "state", "tokens/s", "loss", "eval loss", "run"),
+    "tune": ("settings", "state", "tokens/s", "+-", "memory GB", "loss", "run"),
+}
+
+
+def _table(study: Study, rows: Sequence[Row], best: Row | None) -> list[str]:
+    """A line for each run; below, why some failed, and whether losses agree that should be equal."""
+    shown = sorted(rows, key=lambda row: -(row.tokens_per_s or 0.0)) if study.kind == "tune" else rows
+    lines = [""] * (len(rows) + 1)
+    for name in _SHOWN[study.kind]:
+        attribute, form = _COLUMNS[name]
+        values = [getattr(row, attribute) for row in shown]
+        cells = [name, *("" if value is None else cell(f"{value:{form[1:]}}") for value in values)]
+        width = max(map(len, cells))
+        lines = [f"{line}{text:{form[0]}{width}}  " for line, text in zip(lines, cells, strict=True)]
+    notes = [_agreement(study, rows)] if study.tolerance else []
+    notes += [printable(f"{row.label}: {row.apart or row.why}") for row in rows if row.apart or row.why]
+    if best:
+        notes.append(f"best: {best.label}: {studies.speed(best)}")
+    return [*map(str.rstrip, lines), *([""] if notes else []), *notes]
+
+
+def _agreement(study: Study, rows: Sequence[Row]) -> str:
+    """Whether losses agree that should be equal."""
+    if any(row.apart for row in rows):
+        return f"LOSSES DIFFER by more than {study.tolerance:.0e} ({study.reason}):"
+    differences = [row.difference for row in rows if row.difference is not None]
+    if not differences:
+        return "losses: not compared yet; no two runs have logged the same step"
+    return f"losses: {max(differences):.1e} apart at most, step by step; they agree"

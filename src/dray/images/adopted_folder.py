@@ -43,7 +43,11 @@ _HOSTS = {"docker", "spython"}
 # The exit code of a failure without a code of its own, as in sysexits.h; slurm/adopt.sh knows it.
 _DEFECT = 70
 # Imports dray's planner and runner.
-_START = ("-B", "-c", "import dray.cli.app, dray.cli.plan, dray.runner.__main__, dray.tcp_store.handler")
+_START = (
+    "-B",
+    "-c",
+    "import dray.cli.app, dray.cli.run, dray.planning.missing_facts, dray.runner.__main__, dray.tcp_store.handler",
+)
 
 
 def _require(found: Mapping[str, Any], source: str) -> None:

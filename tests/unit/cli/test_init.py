@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import dray
-from dray.cli import init as verb
+from dray.cli import recipe as verb
 from dray.config import dray_home
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe

@@ -130,13 +130,14 @@ def test_one_module_of_the_trainer_knows_its_rank() -> None:
 @pytest.mark.seconds
 def test_a_job_s_plan_loads_no_docker() -> None:
     """It takes a third of a second, which every job would wait."""
-    loaded = "import sys, dray.cli.plan; sys.exit('docker' in sys.modules)"
+    loaded = "import sys, dray.cli.run, dray.planning.missing_facts; sys.exit('docker' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
 
 
 def test_a_list_of_runs_loads_no_recipe() -> None:
     """The classes of a recipe, a site and a plan take half a second, which each TAB would wait too."""
-    loaded = "import sys, dray.cli.runs; sys.exit(bool({'dray.config.recipe', 'dray.config.site'} & {*sys.modules}))"
+    slow = {"dray.config.recipe", "dray.config.site", "dray.remote.ssh", "rich"}
+    loaded = f"import sys, dray.cli.report, dray.cli.runs; sys.exit(bool({slow} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
 
 

@@ -104,4 +104,4 @@ def test_init_keeps_what_is_there(taken: str, dray: Path, tmp_path: Path) -> Non
 def test_a_clone_gives_a_checkout_too(tmp_path: Path) -> None:
     run(sys.executable, "-m", "dray", "init", "new", cwd=tmp_path)
     assert (tmp_path / "new" / "containers" / "steps" / "run.sh").is_file()
-    assert (tmp_path / "new" / "src" / "dray" / "cli" / "init.py").is_file()
+    assert (tmp_path / "new" / "src" / "dray" / "cli" / "recipe.py").is_file()

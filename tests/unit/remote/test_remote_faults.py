@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from desk import Desk, at
-from dray.cli import on, submit_on
+from dray.cli import remote
 from dray.contract.findings import DrayError
 from dray.remote.transfer import Copied
 from helpers import ROOT, until
@@ -91,7 +91,7 @@ def test_ctrl_c_says_what_is_so_there(verb: str, code: int, capsys: pytest.Captu
         raise KeyboardInterrupt
 
     connection = SimpleNamespace(remote=SimpleNamespace(name="mine", path="/there"), run=interrupted)
-    assert on.run(connection, [verb, "waits"], Copied()) == code
+    assert remote.run_at(connection, [verb, "waits"], Copied()) == code
     assert capsys.readouterr().err == f"\n{GOES_ON}\n"
 
 
@@ -111,9 +111,9 @@ class Cluster:
 
 
 def test_the_job_that_starts_first_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(submit_on, "_POLL_S", 0)
+    monkeypatch.setattr(remote, "_POLL_S", 0)
     one, other = Cluster("lumi", "queued", "no result"), Cluster("leonardo", "queued", "running")
-    assert submit_on._keep_first([one, other], ["mine", "--runs=/r"]) == 0  # type: ignore[list-item]
+    assert remote._keep_first([one, other], ["mine", "--runs=/r"]) == 0  # type: ignore[list-item]
     status = ["status", "--json", "mine", "--runs=/r"]
     assert one.asked == [status, status, ["stop", "--no-wait", "mine", "--runs=/r"]]
     assert other.asked == [status, status]
@@ -122,10 +122,10 @@ def test_the_job_that_starts_first_is_kept(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_job_that_was_cancelled_is_not_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit_on, "_POLL_S", 0)
+    monkeypatch.setattr(remote, "_POLL_S", 0)
     one, other = Cluster("lumi", "stopped"), Cluster("leonardo", "queued", "lost")
     with pytest.raises(DrayError, match="no job has started"):
-        submit_on._keep_first([one, other], ["mine"])  # type: ignore[list-item]
+        remote._keep_first([one, other], ["mine"])  # type: ignore[list-item]
     assert len(one.asked) + len(other.asked) == 3
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from dray.cli import on
+from dray.cli import remote
 from dray.contract.findings import ConfigError
 from dray.remote import remotes_file
 from dray.runs.report import archive
@@ -39,7 +39,7 @@ class Sends:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(on.remotes_file, "find", lambda _name: Sends.remote)
+    monkeypatch.setattr(remote.remotes_file, "find", lambda _name: Sends.remote)
     return tmp_path
 
 
@@ -48,8 +48,8 @@ def fetch(here: Path, monkeypatch: pytest.MonkeyPatch) -> Fetch:
     """`bring_back` on a connection on which these blocks come."""
 
     def call(blocks: Iterable[bytes], argv: list[str], target: Path | None = None, code: int = 0) -> None:
-        monkeypatch.setattr(on.ssh, "connected", lambda _remote: nullcontext(Sends(blocks, code)))
-        on.bring_back("mine", argv, target, None, archive.require_new if argv == WHY else anything)
+        monkeypatch.setattr(remote.ssh, "connected", lambda _remote: nullcontext(Sends(blocks, code)))
+        remote.bring_back("mine", argv, target, None, archive.require_new if argv == WHY else anything)
 
     return call
 
@@ -106,9 +106,9 @@ def test_an_archive_that_exists_stays(here: Path, fetch: Fetch, target: Path | N
 
 def test_no_login_for_an_archive_that_exists(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "mine.tar.gz").write_text("mine")
-    monkeypatch.setattr(on.ssh, "connected", lambda _remote: pytest.fail("it logs in"))
+    monkeypatch.setattr(remote.ssh, "connected", lambda _remote: pytest.fail("it logs in"))
     with pytest.raises(ConfigError, match="the archive already exists"):
-        on.bring_back("mine", WHY, Path("mine.tar.gz"), None, archive.require_new)
+        remote.bring_back("mine", WHY, Path("mine.tar.gz"), None, archive.require_new)
 
 
 @pytest.mark.parametrize("argv", [REPORT, WHY], ids=["report", "why"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.cli import status
+from dray.cli.runs import status_text
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
 from dray.runs import store, submit
@@ -88,8 +88,8 @@ def test_each_is_shown_by_its_own_number(slurm: Slurm, tmp_path: Path) -> None:
         ("queued", "12_2", "12_2"),
         ("queued", "12_3", "12_3"),
     ]
-    assert status.text(seen[0])[0] == "s-1: running (smoke-cpu, attempt 1, job 12_1, 4 ranks on n1 n2)"
-    assert status.text(seen[2])[:2] == [
+    assert status_text(seen[0])[0] == "s-1: running (smoke-cpu, attempt 1, job 12_1, 4 ranks on n1 n2)"
+    assert status_text(seen[2])[:2] == [
         "s-3: queued (job 12_3)",
         "  Slurm: job 12_3 PENDING, Slurm gives no reason yet",
     ]

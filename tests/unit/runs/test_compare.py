@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from dray.cli import diff as verb
+from dray.cli import report as verb
 from dray.facts import Facts
 from dray.runs import compare, replay
 from dray.runs.prepare import read_recipe, write
@@ -167,7 +167,7 @@ def test_the_whole_page(base: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def losses_text(a: RunPaths, b: RunPaths) -> list[str]:
-    return [*verb.losses(compare.runs(a.run, b.run).losses)]
+    return [*verb.loss_lines(compare.runs(a.run, b.run).losses)]
 
 
 def test_losses_that_are_identical(base: RunPaths) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.cli.progress import Progress
+from dray.cli.run import Progress
 from dray.planning.schema import Plan
 from dray.runs import local, prepare
 from dray.runs.store import RunPaths

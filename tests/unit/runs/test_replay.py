@@ -15,7 +15,7 @@ import typer
 
 import command
 from capsules import NODE, begun, nodes, steps
-from dray.cli import replay as cli
+from dray.cli import report as cli
 from dray.contract.findings import ConfigError
 from dray.runs import capsule, replay, store
 from dray.runs.compare import LossComparison

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from capsules import nodes, steps
-from dray.cli import replay as verb
+from dray.cli import report as verb
 from dray.contract.findings import ConfigError, DrayError
 from dray.facts import Facts
 from dray.runs import replay as replays

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from damage import RECORD
-from dray.cli import status
+from dray.cli.runs import status_text
 from dray.facts import Facts
 from dray.runs import result
 from dray.runs.finish import finish
@@ -101,6 +101,6 @@ def test_one_of_another_version_is_named_and_nothing_of_it_is_believed(
     seen = status_of(paths.run, closely=True)
     assert seen.state in ("no result", "running")
     assert wrong in seen.warnings
-    assert f"warning: {wrong}" in status.text(seen)
+    assert f"warning: {wrong}" in status_text(seen)
     assert wrong in why.look(paths).warnings
     assert result.result_of(paths) is None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from dray.cli import submit as verb
+from dray.cli import run as verb
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs.prepare import last, read_recipe, write

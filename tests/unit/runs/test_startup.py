@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dray.cli import runs, status
+from dray.cli import runs
 from dray.contract import heartbeat, node_start
 from dray.runner.children import Loop
 from dray.runner.connections import Restart
@@ -285,7 +285,7 @@ class TestOfARun:
 def test_what_dray_status_and_dray_runs_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = metrics.read_startup(attempt(tmp_path, [A, None]), ["n1", "n2"], 60.0)
     seen = State(run="r", folder="/r", state="running", startup=found)
-    assert status.text(seen) == [
+    assert runs.status_text(seen) == [
         "r: running",
         "  start-up: queue 60.0 s, image staged 4.0 s, container 1.0 s, rendezvous 9.0 s, launcher and imports 5.0 s, "
         "first step 2.0 s",
@@ -293,8 +293,8 @@ def test_what_dray_status_and_dray_runs_show(tmp_path: Path, capsys: pytest.Capt
     ]
     spent = Spent(node_hours=3, gpu_hours=12.34, unknown=[1])
     ended = State(run="r", folder="/r", state="lost", spent=spent)
-    assert status.text(ended)[1:-1] == ["  cost: >12.34 GPU-h"]
-    runs.table([ended])
+    assert runs.status_text(ended)[1:-1] == ["  cost: >12.34 GPU-h"]
+    runs.print_table([ended])
     assert capsys.readouterr().out == (
         "RUN  STATE  RECIPE  NODES  STEP  LOSS  STARTED  ATTEMPTS          COST\n"
         "r    lost                                              0  >12.34 GPU-h\n"

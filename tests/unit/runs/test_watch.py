@@ -18,7 +18,7 @@ from rich.console import Console
 
 import warm
 from damage import DAMAGES, damaged
-from dray.cli import logs, runs, status, times, top
+from dray.cli import args, runs, streams
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs.active_run.logs import of
@@ -226,7 +226,7 @@ def test_a_job_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.Monke
     """It may have ended long ago; nobody waits for it for ever."""
     monkeypatch.setenv("PATH", "/nowhere")
     waits = queued(tmp_path, 1)
-    assert status.text(look(waits, Slurm())) == [
+    assert runs.status_text(look(waits, Slurm())) == [
         "waits: no result (job 1)",
         "  this machine has no Slurm, so it cannot tell whether job 1 waits, runs or has ended",
         f"run folder: {waits}",
@@ -322,7 +322,7 @@ def test_no_name_makes_a_row_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
     head, row = dray_runs(tmp_path, capsys).splitlines()
     assert (head.split()[0], row.split()[0]) == ("RUN", "mine")
     assert r"x\nfirst  done\t\u2028\u202eenod" in row
-    assert r"x\nfirst  done\t\u2028\u202eenod" in status.text(look(paths.run, Slurm()))[0]
+    assert r"x\nfirst  done\t\u2028\u202eenod" in runs.status_text(look(paths.run, Slurm()))[0]
     assert "\u202e" not in dray_runs(tmp_path, capsys, as_json=True).encode().decode("unicode-escape")
 
 
@@ -410,7 +410,7 @@ def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkey
     waits = queued(tmp_path, 1)
     monkeypatch.setattr(time, "time", lambda: NOW)
     slurm("1|1|PENDING|2026-11-24T05:00:00|Priority|2026-11-25T03:00:00|x")
-    assert status.text(look(waits, Slurm(), closely=True)) == [
+    assert runs.status_text(look(waits, Slurm(), closely=True)) == [
         "waits: queued (job 1)",
         "  Slurm: job 1 PENDING, Priority: jobs with a higher priority run first",
         "  expected start: 2026-11-25 03:00 (in 1 h 33 min); Slurm's estimate, which changes with the queue",
@@ -419,7 +419,7 @@ def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkey
     paths = begun(tmp_path)
     stopped(paths)
     slurm("51|51|PENDING|2026-11-24T05:00:00|BeginTime|2026-11-25T01:28:40|x")
-    assert status.text(look(paths.run, Slurm(), closely=True))[:3] == [
+    assert runs.status_text(look(paths.run, Slurm(), closely=True))[:3] == [
         "mine: queued (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
         "  Slurm: job 51 PENDING, BeginTime: its begin time has not come; Slurm waits two minutes before it "
         "starts a requeued job",
@@ -443,7 +443,7 @@ def test_a_run_that_trains(tmp_path: Path, slurm: Callable[..., Path], monkeypat
     (paths.folder / "stop").write_text("USR1\n")
     monkeypatch.setattr(time, "time", lambda: NOW + 45)
     os.utime(paths.metrics, (NOW + 41, NOW + 41))
-    assert status.text(look(paths.run, Slurm(), closely=True)) == [
+    assert runs.status_text(look(paths.run, Slurm(), closely=True)) == [
         "mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
         "  stage: training",
         "  step 2 of 60  loss 5.8000  1,000 tokens/s  1 min 30 s left",
@@ -461,7 +461,7 @@ def test_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = begun(tmp_path)
     steps(paths, 1, 18)
     stopped(paths)
-    assert status.text(look(paths.run, Slurm(), closely=True)) == [
+    assert runs.status_text(look(paths.run, Slurm(), closely=True)) == [
         "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
         "stopped by the time limit at 2026-11-25T01:38:48Z, after step 18",
         "  safe:   nothing yet; checkpoint.every=N saves every N steps",
@@ -501,7 +501,7 @@ def test_the_logs_of_all_nodes_then_of_all_ranks(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     talks.rank_log(1).write_bytes(b"step 1/60\nhal\xff")  # of a rank that was killed
-    logs.logs(str(talks.run))
+    runs.logs(str(talks.run))
     assert capsysbinary.readouterr().out.splitlines() == [
         b"node 0 | dray: cores",
         b"node 0 | E1125 01:27:15.25 7 api.py] failed",
@@ -606,7 +606,7 @@ def test_logs_follow_into_the_next_attempt(
     watched = Watched(talks.run)
     watched._asked = -1e9  # each time, as after a while
     seen = watched.look()
-    view = logs.View(rank=0)
+    view = runs.LogView(rank=0)
     view.add(seen)
     looking_again(watched)
     view.print()
@@ -634,8 +634,8 @@ def looking_again(watched: Watched) -> None:
 
 def test_nothing_moves_a_cursor() -> None:
     line = b"\x1b[31mred\x1b[0m\t\x1b[2J\x1b]0;title\x07 \xff"
-    assert logs.shown(line) == "red     \\u001b[2J\\u001b]0;title\\u0007 \ufffd"
-    assert logs.shown(b"\r 10%|#\r 90%|####\r") == " 90%|####"
+    assert streams.shown(line) == "red     \\u001b[2J\\u001b]0;title\\u0007 \ufffd"
+    assert streams.shown(b"\r 10%|#\r 90%|####\r") == " 90%|####"
 
 
 def test_a_rank_has_its_colour(
@@ -646,7 +646,7 @@ def test_a_rank_has_its_colour(
     seen = look(talks.run, Slurm())
     for coloured in (True, False):
         monkeypatch.setenv("NO_COLOR", "" if coloured else "1")
-        view = logs.View()
+        view = runs.LogView()
         view.add(seen)
         view.line(node, b"a\x1b[2J")
         view.line(rank, b"b")
@@ -672,7 +672,7 @@ def test_a_list_fits_a_narrow_terminal(
     for terminal in (True, False):  # a pipe gets all
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
         monkeypatch.setenv("COLUMNS", columns)
-        runs.table([shown])
+        runs.print_table([shown])
         first, _ = capsys.readouterr().out.splitlines()
         assert first.split() == (heads.split() if terminal else every)
 
@@ -681,17 +681,17 @@ def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     for name in ("n9", "2", "9" * 5000):
         with pytest.raises(ConfigError, match="the run has no such node"):
-            logs.logs(str(talks.run), node=name)
+            runs.logs(str(talks.run), node=name)
     for log in (talks.rank_log(0), talks.rank_log(1), talks.node_log(0), talks.node_log(1)):
         log.unlink()
     seen = look(talks.run, Slurm())
     for options in ({}, {"rank": 1}, {"node": "0", "rank": 1}):
         with pytest.raises(ConfigError, match="there is no such log") as refused:
-            logs.logs(str(talks.run), **options)
-        assert refused.value.finding.found == status.head(seen)
+            runs.logs(str(talks.run), **options)
+        assert refused.value.finding.found == runs.status_line(seen)
     for options in ({"rank": 7}, {"rank": 7, "follow": True}):  # it never comes
         with pytest.raises(ConfigError, match="the run has no such rank"):
-            logs.logs(str(talks.run), **options)
+            runs.logs(str(talks.run), **options)
 
 
 @pytest.mark.parametrize(("last", "lines"), [(1, 4), (0, 0), (99, 11)])
@@ -699,14 +699,14 @@ def test_the_last_lines_of_each_log(
     talks: RunPaths, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes], last: int, lines: int
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    logs.logs(str(talks.run), last=last)
+    runs.logs(str(talks.run), last=last)
     assert len(capsysbinary.readouterr().out.splitlines()) == lines
 
 
 def drawn(paths: RunPaths, width: int = 72) -> list[str]:
     console = Console(file=StringIO(), width=width)
     with console.capture() as capture:
-        console.print(top.screen(look(paths.run, Slurm(), closely=True)))
+        console.print(runs.live_screen(look(paths.run, Slurm(), closely=True)))
     return capture.get().splitlines()
 
 
@@ -755,7 +755,7 @@ def test_in_a_pipe_it_is_lines(
                 file.write(STEP.format(time=NOW + 60, step=4, loss="null"))
             stopped(talks, reason="scancel")
 
-    top.watch(talks.run, wait)
+    runs.watch_live(talks.run, wait)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:5] == [
         "mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
@@ -777,7 +777,7 @@ def test_ctrl_c_leaves_the_run_alone(
         raise KeyboardInterrupt
 
     before = sorted(talks.run.rglob("*"))
-    top.watch(talks.run, wait)
+    runs.watch_live(talks.run, wait)
     assert capsys.readouterr().out.splitlines()[-1] == "the run goes on; dray top shows it again"
     assert sorted(talks.run.rglob("*")) == before
 
@@ -785,7 +785,7 @@ def test_ctrl_c_leaves_the_run_alone(
 @pytest.mark.parametrize("kind", ["a FIFO", "a device"])
 def test_a_log_that_is_no_file(talks: RunPaths, kind: str, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     damaged(talks.rank_log(0), DAMAGES[kind])
-    logs.logs(str(talks.run))
+    runs.logs(str(talks.run))
     assert f"rank 0 | dray: this log cannot be read: {kind}, not a file\n".encode() in capsysbinary.readouterr().out
 
 
@@ -799,13 +799,13 @@ def test_the_end_of_a_million_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "seconds"), [("90m", 5400), ("12h", 43200), ("2d", 172800), ("0w", 0)])
 def test_an_age(text: str, seconds: float) -> None:
-    assert times.age("--since", text) == seconds
+    assert args.age("--since", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["yesterday", "18:00", "-1d", "3", "\u0663d", "123456d"])
 def test_what_is_no_age(text: str) -> None:
     with pytest.raises(ConfigError, match="--since has a wrong value") as refused:
-        times.age("--since", text)
+        args.age("--since", text)
     assert refused.value.finding.found == ascii(text)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command import dray
-from dray.cli import status
+from dray.cli.runs import status_line, waiting_lines
 from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.metrics import parsed
@@ -44,7 +44,7 @@ def test_no_error_sends_an_escape_sequence_to_the_terminal(tmp_path: Path) -> No
 
 def test_slurm_has_no_reason_yet() -> None:
     told = Job(5, "5", "PENDING", 0.0, "None", None, "x.sh")
-    lines = status.waiting(State(run="r", folder="/r", state="queued", waiting=told))
+    lines = waiting_lines(State(run="r", folder="/r", state="queued", waiting=told))
     assert lines[0] == "  Slurm: job 5 PENDING, Slurm gives no reason yet"
 
 
@@ -83,7 +83,7 @@ def test_an_attempt_that_began_after_slurm_was_asked(tmp_path: Path, monkeypatch
     watched = Watched(first.run)
     assert watched.look().state == "queued"
     second = begun(tmp_path)
-    assert status.head(watched.look()) == "mine: running (smoke-cpu, attempt 2, job 17, 2 ranks on n1)"
+    assert status_line(watched.look()) == "mine: running (smoke-cpu, attempt 2, job 17, 2 ranks on n1)"
     aged(second.plan, -3600)  # its clock is an hour before this one's: Slurm's answer counts
     assert watched.look().state == "queued"
     aged(second.plan, 60)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.cli import watch as verb
+from dray.cli import runs as verb
 from dray.contract.findings import DrayError
 from dray.facts import Facts
 from dray.runs.active_run.watch import Watcher, news

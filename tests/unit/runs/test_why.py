@@ -17,7 +17,7 @@ import pytest
 import command
 import warm
 from damage import RECORD
-from dray.cli import status
+from dray.cli.runs import status_text
 from dray.facts import Facts
 from dray.runs.finish import finish, known_causes
 from dray.runs.prepare import read_recipe, write
@@ -303,7 +303,7 @@ class TestStates:
         ]
         seen = status_of(paths.run, closely=True)
         assert (seen.state, seen.why, seen.finished) == ("stopped", reason, at)
-        assert "before it could write a result" in "\n".join(status.text(seen))
+        assert "before it could write a result" in "\n".join(status_text(seen))
 
     @pytest.mark.parametrize(
         ("log", "of", "reason"),
@@ -451,7 +451,7 @@ def test_another_user_s_folder_that_may_not_be_read(paths: RunPaths) -> None:
     paths.run.chmod(0)
     # Root reads all; what is imported before is in nobody's reach after.
     code = (
-        "import os, sys, dray.cli.why, dray.runs.prepare\n"
+        "import os, sys, dray.cli.report, dray.runs.prepare, dray.runs.report.archive, dray.runs.report.why\n"
         "if not os.geteuid(): os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "dray.cli.main()"
     )

@@ -19,7 +19,7 @@ from helpers import ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from dray.cli import data as verb
+from dray.cli import recipe as verb
 from dray.train.data import datasets, tokenizer
 from dray.train.outputs import inspect
 from trainings import GPT, config
@@ -41,7 +41,7 @@ def report(folder: Path, *overrides: str, rows: int = 2, steps: str = "steps=20"
 def shown(found: dict[str, Any]) -> str:
     file = io.StringIO()
     with redirect_stdout(file):
-        verb.show(found)
+        verb.show_data(found)
     return file.getvalue()
 
 
