@@ -67,7 +67,7 @@ def test_additions(checkout: Path) -> None:
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(name for name in TESTS if name not in TRAIN))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_additions_that_train(checkout: Path) -> None:
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TRAIN)

@@ -44,6 +44,8 @@ class Kind(NamedTuple):
     """Variables that `dray report --sync` sets to send to the server."""
     server: tuple[str, ...] = ()
     """If one of these is set, the tracker sends to that server. Without `server` and `online` it only writes files."""
+    own: Callable[..., Any] | None = None
+    """A class with the methods of accelerate's, where accelerate has none of this name."""
 
 
 def _mlflow(to: Tracked) -> dict[str, Any]:
@@ -85,7 +87,8 @@ def start_tracker(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of 
     tracking: Any = import_module("accelerate.tracking")
     # accelerate's logger and main_process_only ask a PartialState for the rank; here rank 0 alone logs.
     tracking.logger = logging.getLogger("accelerate.tracking")
-    tracker = tracking.LOGGER_TYPE_TO_CLASS[name](**KINDS[name].options(to))
+    kind = KINDS[name]
+    tracker = (kind.own or tracking.LOGGER_TYPE_TO_CLASS[name])(**kind.options(to))
     tracker.main_process_only = False
     tracker.start()
     return tracker
