@@ -119,7 +119,7 @@ def _check_together(rank: Rank) -> None:
     network = importlib.import_module("dray.checks.network")
     rank.phase("libraries")
     if rank.local == 0:
-        importlib.import_module("dray.checks.abi").require(rank.plan, rank.node)
+        importlib.import_module("dray.checks.host_libraries").require(rank.plan, rank.node)
     report = network.suite(rank, log)
     if rank.number == 0:
         write_atomic(Path(rank.plan["folder"], run_folder.PREFLIGHT_REPORT), json.dumps(report, indent=1) + "\n")

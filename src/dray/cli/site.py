@@ -122,11 +122,11 @@ def new(
     dray site new my-cluster
     """
     from dray.cli.recipe import write_new
-    from dray.fitness import site_file
+    from dray.fitness import new_site
 
-    probed = site_file.probe(os.environ)
+    probed = new_site.probe(os.environ)
     name = name or re.sub("[^a-z0-9._-]", "-", (probed.cluster or socket.gethostname()).lower())
-    content = site_file.render(name, probed)
+    content = new_site.render(name, probed)
     validate(Site, parse_toml(content), what="the site file")  # before every verb reads it
     path = sites.user_folder() / f"{name}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 import spython.utils
 
 from dray import process
-from dray.clients import builder, progress, registry
+from dray.clients import builder, progress, pull_errors
 from dray.contract.findings import ConfigError, UnfitError
 from dray.process import Done
 
@@ -91,5 +91,5 @@ def pull(source: str, out: Path, *, what: str, instead: str, say: Callable[[str]
             else:
                 client.pull(source, name=str(part), quiet=True)
         if done[0].code:
-            raise registry.refused(what, source, done[0].err or done[0].out, instead=instead)
+            raise pull_errors.refused(what, source, done[0].err or done[0].out, instead=instead)
         part.replace(out)

@@ -19,7 +19,7 @@ from docker.context.config import get_current_context_name
 from docker.errors import DockerException, ImageNotFound
 from docker.utils.json_stream import split_buffer
 
-from dray.clients import builder_container, registry
+from dray.clients import builder_container, pull_errors
 from dray.config import mirrors
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 
@@ -187,7 +187,7 @@ def base_image(client: docker.DockerClient, base: str, *, say: Callable[[str], N
                 if "error" in answer:
                     raise DockerException(answer["error"])
     except DrayError as error:
-        raise registry.refused(
+        raise pull_errors.refused(
             "the base of the builder and of the cluster",
             name,
             error.finding.found,

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from dray import engines, interrupts, process
 from dray.clients import container_cleanup
-from dray.config import dray_home, requirements
+from dray.config import dray_home, recipe_packages
 from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Command, Preflight, Recipe
 from dray.contract import files, node, processes
@@ -84,7 +84,7 @@ def hub_cache() -> Path:
 
 def require(recipe: Recipe) -> None:
     """Refuse a recipe whose packages this Python lacks."""
-    needed = {package.module: package.setting for package in requirements.of(recipe)}
+    needed = {package.module: package.setting for package in recipe_packages.of(recipe)}
     missing = [module for module in needed if find_spec(module) is None]
     if missing:
         raise ConfigError(

@@ -13,7 +13,7 @@ import pytest
 
 from command import dray
 from dray import render
-from dray.config import requirements, sites
+from dray.config import recipe_packages, sites
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
@@ -77,7 +77,7 @@ def test_the_list_names_each_with_a_line() -> None:
 
 def test_what_make_demo_installs() -> None:
     """All that recipes need which run outside an image."""
-    needed = {one.module for path in RECIPES for one in requirements.of(read_recipe(path)) if one.demo}
+    needed = {one.module for path in RECIPES for one in recipe_packages.of(read_recipe(path)) if one.demo}
     assert needed == {"transformers", "accelerate", "peft"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert needed <= {re.split("[^a-z]", name)[0] for name in project["optional-dependencies"]["train"]}

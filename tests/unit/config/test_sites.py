@@ -18,7 +18,7 @@ from dray.config.load_toml import load
 from dray.config.site import Fabric, Site, SiteBind, SiteVariable
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
-from dray.fitness import site_file
+from dray.fitness import new_site
 from dray.planning import missing_facts
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
@@ -347,9 +347,9 @@ class TestNew:
         monkeypatch.setenv("PATH", "")
         for name in ("hsn0", "hsn1", "eth0"):
             (tmp_path / "sys/class/net" / name / "device").mkdir(parents=True)
-        probed = site_file.probe({}, tmp_path)
+        probed = new_site.probe({}, tmp_path)
         assert (probed.fabric, probed.interfaces, probed.cluster) == ("slingshot", ("hsn0", "hsn1"), "")
-        (tmp_path / "x.toml").write_text(site_file.render("x", probed))
+        (tmp_path / "x.toml").write_text(new_site.render("x", probed))
         assert load(Site, tmp_path / "x.toml").fabric.transport == ("cxi",)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dray.checks import abi, transport
+from dray.checks import host_libraries, transport
 from dray.contract.findings import Finding, UnfitError
 from dray.runner import preflight
 from dray.runner.connections import Report
@@ -555,7 +555,7 @@ class TestLibraries:
     def check(self, monkeypatch: pytest.MonkeyPatch, *, named: str, plugin: str = "image") -> None:
         fabric = {"strategy": "host", "libraries": ["/usr/lib64/libnone.so.1"], "plugin": plugin}
         monkeypatch.setenv("NCCL_NET_PLUGIN", named)
-        abi.require({"fabric": fabric, "site": "site s"}, "node2")
+        host_libraries.require({"fabric": fabric, "site": "site s"}, "node2")
 
     def test_an_image_without_its_plugin_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UnfitError) as unfit:

@@ -13,7 +13,7 @@ from dray.config import sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts
-from dray.fitness import doctor, network_and_site, site_file
+from dray.fitness import doctor, network_and_site, new_site
 from dray.images import store
 from dray.planning import image, missing_facts
 from dray.planning.schema import Plan
@@ -298,8 +298,8 @@ class TestTheMachine:
     def test_a_new_site_file_has_what_doctor_asks_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         monkeypatch.setenv("DRAY_SITES", str(tmp_path))
-        probed = site_file.Probed(cluster="", machine="login*")
-        content = site_file.render("mine", probed)
+        probed = new_site.Probed(cluster="", machine="login*")
+        content = new_site.render("mine", probed)
         (tmp_path / "mine.toml").write_text(content)
         assert sites.detect("", "login3").site.name == "mine"
         offered = [line[2:] for line in content.splitlines() if line.startswith("# ") and " = " in line]
@@ -315,7 +315,7 @@ class TestTheMachine:
         [("login3.site", "login*"), ("box", "box"), ("uan01", "uan*"), ("10", ""), ("a-1-2", "a-1-*"), ("", "")],
     )
     def test_the_pattern_of_a_machines_name(self, name: str, pattern: str) -> None:
-        assert site_file._pattern(name) == pattern
+        assert new_site._pattern(name) == pattern
 
     def test_docker_is_there_and_its_group_is_not_mine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The socket's permissions are tried for real; only the program that shows its version is a stand-in."""

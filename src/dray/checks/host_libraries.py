@@ -1,4 +1,4 @@
-"""`python -m dray.checks.abi [LIBRARY...]`: check that the host's libraries fit this image.
+"""`python -m dray.checks.host_libraries [LIBRARY...]`: check that the host's libraries fit this image.
 
 The image's own loader says it, which maps the libraries as for ldd, and runs nothing of them. NCCL hides its errors.
 """

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from dray.checks import abi
+from dray.checks import host_libraries
 
 Write = Callable[..., Path]
 
@@ -25,12 +25,12 @@ def image(tmp_path: Path, library: Write) -> list[str]:
     return [str(folder)]
 
 
-def rows(image: list[str], *libraries: Path, configured: str = "") -> list[abi.Library]:
+def rows(image: list[str], *libraries: Path, configured: str = "") -> list[host_libraries.Library]:
     with (
-        patch.object(abi, "image_folders", lambda: image),
+        patch.object(host_libraries, "image_folders", lambda: image),
         patch.dict(os.environ, LD_LIBRARY_PATH=configured),
     ):
-        return abi.check(libraries)
+        return host_libraries.check(libraries)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,6 @@ class TestFit:
 def test_as_a_program_it_answers_json_and_unfit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "libx.so"
     path.write_bytes(b"no library")
-    assert abi.main([str(path)]) == 69
+    assert host_libraries.main([str(path)]) == 69
     (row,) = json.loads(capsys.readouterr().out)
     assert row["path"] == str(path)
