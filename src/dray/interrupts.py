@@ -26,7 +26,7 @@ def held_back() -> Iterator[Callable[[], None]]:
         Interrupts.wait, number = False, Interrupts.pending
         Interrupts.pending = 0
         if number:
-            raise KeyboardInterrupt(signal.Signals(number).name)
+            raise _interrupt(number)
 
     Interrupts.wait = True
     try:
@@ -40,19 +40,23 @@ def stoppable() -> Iterator[None]:
     """Handle SIGTERM and a closed terminal (except under nohup) as Ctrl-C: the `finally` blocks run."""
 
     def interrupt(number: int, _frame: object) -> None:
-        if Interrupts.wait:
-            Interrupts.pending = number
-            return
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        if not Interrupts.wait:
+            raise _interrupt(number)
+        Interrupts.pending = number
 
-    caught = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught = [one for one in signals if signal.getsignal(one) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in caught}
-    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _interrupt(number: int) -> KeyboardInterrupt:
+    """The exception for a signal; it has no text for Ctrl-C, as Python's own."""
+    return KeyboardInterrupt() if number == signal.SIGINT else KeyboardInterrupt(signal.Signals(number).name)
 
 
 def hurry_on_signals() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from dray.contract import secrets
 from dray.runner import children
 
 PASSED = "DRAY_PASSED"  # the names in pass_env, for those of a node's processes that have no plan
-_CHUNK = 65536  # what a pipe holds
+_CHUNK = 65536
 
 
 def passed() -> dict[str, str]:
@@ -57,10 +58,10 @@ class Filter:
 
         supervised.watch(self.reader, call)
 
-    def pass_on(self) -> bool:
-        """Pass on what has arrived; return whether anything has."""
+    def pass_on(self, limit: int = _CHUNK) -> bool:
+        """Pass on what has arrived, up to a limit; return whether anything has."""
         try:
-            new = os.read(self.reader, _CHUNK)
+            new = os.read(self.reader, limit)
         except BlockingIOError:
             return False
         text = self._held + new
@@ -75,7 +76,7 @@ class Filter:
 
     def finish(self) -> None:
         """Write the rest once the child has ended; its own children may keep the pipe open, and write for ever."""
-        self.pass_on()
+        self.pass_on(fcntl.fcntl(self.reader, fcntl.F_GETPIPE_SZ))  # all that the pipe holds
         self._write(self._held)
         self._held = b""
 

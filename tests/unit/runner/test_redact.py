@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import fcntl
 import os
 import subprocess
 import sys
@@ -76,6 +77,15 @@ def test_a_value_that_comes_in_pieces(tmp_path: Path, size: int, capfd) -> None:
     between.finish()
     os.close(between.reader)
     assert capfd.readouterr().out == "x a [A][A] [B]ke\n [C] über [A]"
+
+
+def test_the_rest_of_a_large_pipe_is_written(capfd) -> None:
+    """Where pages have 64 KiB a pipe holds 1 MiB."""
+    between = redact.Filter({"12345678": "A"})
+    fcntl.fcntl(between.writer, fcntl.F_SETPIPE_SZ, 1 << 20)
+    os.write(between.writer, b"x" * 200_000)
+    between.finish()
+    assert len(capfd.readouterr().out) == 200_000
 
 
 def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:

@@ -202,8 +202,9 @@ def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) ->
             fast.post_processor = processors.TemplateProcessing("<b> $A <e>", special_tokens=[("<b>", 2), ("<e>", 1)])
         tokens = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<e>")
     end = end_token(tokens)
-    row = PLAIN.encoder(tokens, end_token(tokens))(TEXTS)
-    each = [tokens(text)["input_ids"] for text in TEXTS]
+    texts = [*TEXTS, f"it has its end {tokens.eos_token}", tokens.eos_token, "the last"]
+    row = PLAIN.encoder(tokens, end_token(tokens))(texts)
+    each = [tokens(text)["input_ids"] for text in texts]
     assert row == [token for ids in each for token in (ids if ids[-1] == end else [*ids, end])]
     assert encoding._can_be_joined(tokens.backend_tokenizer, end) == (kind in ("bytes", "bpe"))
 

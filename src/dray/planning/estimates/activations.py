@@ -44,7 +44,7 @@ def kept(model: Shape, use: Use) -> float:
 
 
 def head(loss: str, tokens: float, vocabulary: int, hidden: int, use: Use) -> float:
-    """Bytes at the beginning of the backward pass: of whole logits, or as train/kernels makes the loss in parts.
+    """Bytes at the beginning of the backward pass: of whole logits, or as train/model/head.py makes the loss in parts.
 
     In parts: those of one part, and of the gradient of the head's weight, which is computed with the loss.
     """
