@@ -29,7 +29,7 @@ from dray.planning.world import fewer
 from dray.runs import capsule, metrics
 from dray.runs.metrics import WARNED_OF, Cost, Event, Metrics, number, result_warnings, whole
 from dray.runs.result import Cause, Next, Result, history
-from dray.runs.status import PREEMPTION, TIME_LIMIT, Stop, stop_requests, utc, write_summary
+from dray.runs.status import NODE_FAILURE, PREEMPTION, REQUEUE, TIME_LIMIT, Stop, stop_requests, utc, write_summary
 from dray.runs.store import RunPaths, newest_checkpoint, plan_of, read_json, reason, written
 
 _FULL = 1 << 16
@@ -89,6 +89,8 @@ class Ended:
         self.warnings: list[str] = []
         self.plan = self.tried(paths.plan, plan_of, paths)
         self.first = self.recorded(paths.failures) if code else None
+        if stopped and stopped.reason == REQUEUE and self.first and self.first.is_lost_node:
+            stopped = stopped._replace(reason=NODE_FAILURE)  # Slurm requeues the job of a node that does not answer
         # srun may report a node that it killed while the node was ending, or a rank that lost the one that ended first.
         has_ended = paths.saved.is_file() or (not stopped and self.first and self.first.code == exit_codes.RETRY)
         self.code = exit_codes.RETRY if code and has_ended else code
@@ -478,7 +480,7 @@ def _may_continue(result: Result) -> bool:
 def _lost(result: Result) -> list[str]:
     """The node that was lost."""
     cause = result.cause
-    if cause and cause.code == exit_codes.RETRY and cause.rank is None and cause.node in result.hosts:
+    if cause and cause.is_lost_node and cause.node in result.hosts:
         return [cause.node]
     return []
 

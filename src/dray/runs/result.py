@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
-from dray.contract import files
+from dray.contract import exit_codes, files
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted
 from dray.contract.ranges import compress_hosts
@@ -47,6 +47,11 @@ class Cause(_Part):
     """The cause's name in runs/causes.toml, or unknown."""
     fix: str = ""
     """What to do, if the cause is known."""
+
+    @property
+    def is_lost_node(self) -> bool:
+        """Whether the others lost a node, which has recorded nothing itself."""
+        return self.code == exit_codes.RETRY and self.rank is None and bool(self.node)
 
     @property
     def head(self) -> str:

@@ -514,10 +514,11 @@ class Watched:
 # What stopped a run --------------------------------------------------------------------------------------------------
 
 TIME_LIMIT, PREEMPTION, REQUEUE, TERM = "the time limit", "preemption", "scontrol requeue", "SIGTERM"
+NODE_FAILURE = "a node failure"
 _BY_STATE = {
     "TIMEOUT": TIME_LIMIT,
     "PREEMPTED": PREEMPTION,
-    "NODE_FAIL": "a node failure",
+    "NODE_FAIL": NODE_FAILURE,
     "DEADLINE": "its deadline",
     "CANCELLED": "scancel",
     "OUT_OF_MEMORY": "the memory limit",
@@ -533,7 +534,7 @@ _DUE_TO = {
     None: "scancel",
     "TIME LIMIT": TIME_LIMIT,
     "PREEMPTION": PREEMPTION,
-    "NODE FAILURE": "a node failure",
+    "NODE FAILURE": NODE_FAILURE,
     "JOB REQUEUE": REQUEUE,
 }
 
@@ -547,7 +548,7 @@ class Stop(NamedTuple):
     @property
     def by_wish(self) -> bool:
         """Whether somebody, or a known limit, asked for the end."""
-        return self.reason not in ("a node failure", "the memory limit")
+        return self.reason not in (NODE_FAILURE, "the memory limit")
 
     @property
     def by_slurm(self) -> bool:

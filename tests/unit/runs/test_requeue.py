@@ -28,6 +28,7 @@ UNFIT = {
     "log": None,
     "last_lines": [],
 }
+LOST = {**UNFIT, "code": 75, "why": "node 1 (n2) is gone", "lost": True}
 COMMAND = "command"
 
 
@@ -139,6 +140,15 @@ def test_a_cause_of_which_another_attempt_may_know_nothing_goes_on(root: Path, t
     result, paths = run.attempt(code=135, saved=20)
     assert (result.exit_code, result.cause and result.cause.name) == (75, "the image's mount went away")
     assert asked(paths) == "requeue \n"
+
+
+@pytest.mark.parametrize(("record", "reason"), [(LOST, "a node failure"), (None, "scontrol requeue")])
+def test_slurm_itself_puts_back_the_job_of_a_lost_node(
+    root: Path, tmp_path: Path, record: dict[str, object] | None, reason: str
+) -> None:
+    stopped = Stop("scontrol requeue", "2026-11-24T05:00:00Z")
+    result, paths = Run(root, tmp_path, "max_requeues=1").attempt(code=143, stopped=stopped, saved=20, record=record)
+    assert (result.status, result.reason, asked(paths)) == ("stopped", reason, None)
 
 
 def test_what_nobody_asked_for_is_not_done_but_said(root: Path, tmp_path: Path) -> None:
