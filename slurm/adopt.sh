@@ -25,7 +25,10 @@ adopt::names() { # of the images that were adopted, a line each
 adopt::find() { # NAME|FILE: the image that was adopted under this name, or from this file
   local image
   for image in {"$DRAY_HOME/build","$runs/.adopted"}/dray-*/image.sif; do
-    adopt::is "$image" && [[ "$image" == */"dray-$1/image.sif" || "$(readlink -- "${image%/*}/source")" == "$1" ]] && { echo "$image"; return; }
+    if adopt::is "$image" && [[ "$image" == */"dray-$1/image.sif" || "$(readlink -- "${image%/*}/source")" == "$1" ]]; then
+      printf '%s\n' "$image"
+      return
+    fi
   done
   return 1
 }

@@ -53,9 +53,12 @@ engine::image() { # VARIANT|NAME|FILE: its file for this engine, or the one that
   # Apptainer and SingularityCE say themselves what is wrong with a file.
   [[ "$suffix" == sif || " $formats " == *" $kind "* ]] || job::die 78 "$engine does not start an image of this kind" \
     "where:  $image" "wanted: ${formats// / or }" "found:  $kind" "fix:    $fix"
-  adopt::is "$image" || { realpath -- "$image"; return; }
-  adopt::unchanged "$image"
-  realpath --no-symlinks -- "$image" # it is known by its folder
+  if adopt::is "$image"; then # it is known by its folder
+    adopt::unchanged "$image"
+    realpath --no-symlinks -- "$image"
+  else
+    realpath -- "$image"
+  fi
 }
 
 engine::inside() { # COMMAND...: in the image, which sees `folders`, the user's site files and HF_HOME; it stands in `where`

@@ -79,8 +79,8 @@ def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], numbe
         reached = last if not asked else steps(other)
         if asked:
             ends.append(reached)
-            said = re.findall(rf"the run was asked to end, after step (\d+) of {last}\b", other.said())
-            assert {*map(int, said)} == {*ends}  # once in each start
+            announced = re.findall(rf"the run was asked to end, after step (\d+) of {last}\b", other.said())
+            assert {*map(int, announced)} == {*ends}  # once in each start
             assert f"the newest checkpoint is of step {reached}" in other.said()
             assert other.events("checkpoint")[-1]["checkpoint"] == reached
             assert all(event["seconds"] > 0 for event in other.events("checkpoint"))
